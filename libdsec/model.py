@@ -1,0 +1,433 @@
+"""What travels inside calls: arguments and results, shared by every process of DSec.
+
+Structs are maps on the wire; fields at their default are left out; unknown fields of *arguments*
+are refused, so that a misspelt option is an error and never silently ignored. Paths are bytes:
+Linux file names are. Times are seconds since the epoch unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+NetworkMode = Literal["none", "nat"]
+State = Literal["creating", "running", "stopping", "stopped", "failed"]
+FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
+
+
+class _Args(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of arguments."""
+
+
+class _Info(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """Base of results; a newer peer may add fields."""
+
+
+# --- connection -------------------------------------------------------------------------------
+
+
+class Hello(_Args):
+    """op `hello`, the first call on a connection."""
+
+    protocol: int
+    client: str = ""
+    token: str = ""
+
+
+class Welcome(_Info):
+    """Reply to `hello`."""
+
+    protocol: int
+    server: str
+    node: str = ""
+    capabilities: list[str] = []
+
+
+# --- sandboxes (answered by dsecd) ------------------------------------------------------------
+
+
+class DSecContainerRunArgs(_Args):
+    """What a container sandbox is made of.
+
+    `container_image` names a base layer (``base/debian:12``) or a digest. `ttl_running_stop`
+    stops the sandbox after that many seconds without any call from outside; `max_lifetime_s`
+    after that many seconds in any case. `cpu_cores_limit` may be fractional. `disk_limit_mb`
+    bounds the writable upper layer; `upper` chooses where it lives. `network_rules` name services
+    to allow; see `SandboxInfo.notes` for what this host enforces.
+    """
+
+    container_image: str
+    memory_limit_mb: int = 1024
+    cpu_cores_limit: float = 1.0
+    pids_limit: int = 1024
+    disk_limit_mb: int = 1024
+    upper: Literal["auto", "memory", "disk"] = "auto"
+    ttl_running_stop: float | None = None
+    max_lifetime_s: float | None = None
+    network: NetworkMode = "none"
+    network_rules: dict[str, bool] | None = None
+    init_user: str = "root"
+    workdir: str | None = None
+    env: dict[str, str] = {}
+    hostname: str | None = None
+    labels: dict[str, str] = {}
+    no_new_privileges: bool = False
+    output_limit_mb: int = 64
+    spool_limit_mb: int = 256
+
+
+class CreateArgs(_Args):
+    """op `sandbox.create` → `SandboxInfo`. The same `key` gives the same sandbox."""
+
+    key: str
+    args: DSecContainerRunArgs
+    timeout_s: float | None = None
+
+
+class CreateManyArgs(_Args):
+    """op `sandbox.create_many`: a stream of `Created` in order of completion, reply None."""
+
+    keys: list[str]
+    args: DSecContainerRunArgs
+    timeout_s: float | None = None
+
+
+class SandboxInfo(_Info):
+    """A sandbox as its daemon sees it. `reason` says why it is failed or stopped."""
+
+    id: str
+    state: State
+    image: str
+    backend: str = "container"
+    created_at: float = 0.0
+    ended_at: float | None = None
+    expires_at: float | None = None
+    reason: str = ""
+    node: str = ""
+    address: str = ""
+    address6: str = ""
+    labels: dict[str, str] = {}
+    notes: list[str] = []
+    args: DSecContainerRunArgs | None = None
+
+
+class Created(_Info):
+    """One item of `sandbox.create_many`: the sandbox or its error, by `key`."""
+
+    key: str
+    info: SandboxInfo | None = None
+    error: dict[str, object] | None = None
+
+
+class SandboxRef(_Args):
+    """op `sandbox.get` → `SandboxInfo`; `sandbox.stop` → `SandboxInfo`; `sandbox.metrics` → `Metrics`."""
+
+    id: str
+
+
+class ListArgs(_Args):
+    """op `sandbox.list` → list of `SandboxInfo`; `all` includes ended ones still remembered."""
+
+    labels: dict[str, str] = {}
+    all: bool = False
+
+
+class SetTimeout(_Args):
+    """op `sandbox.set_timeout` → `SandboxInfo`: a new idle timeout, counted from now."""
+
+    id: str
+    ttl_running_stop: float | None
+
+
+class Metrics(_Info):
+    """Resource use of one sandbox. Limits repeat what was granted."""
+
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    cpu_usage_s: float = 0.0
+    cpu_limit: float = 0.0
+    pids: int = 0
+    pids_limit: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    oom_kills: int = 0
+    rx_bytes: int = 0
+    tx_bytes: int = 0
+    uptime_s: float = 0.0
+
+
+class Event(_Info):
+    """An item of op `events.subscribe` (args `EventFilter`): something happened to a sandbox."""
+
+    time: float
+    sandbox: str
+    kind: Literal["created", "stopped", "failed", "oom", "disk_full", "expired", "readopted"]
+    detail: dict[str, str] = {}
+
+
+class EventFilter(_Args):
+    sandbox: str = ""
+
+
+class Feature(_Info):
+    """A row of op `host.check` → list of `Feature`: a kernel feature tried on this host."""
+
+    name: str
+    available: bool
+    reason: str = ""
+    needed_for: str = ""
+
+
+class HostStats(_Info):
+    """op `host.stats`: what the daemon holds and how much it may still take."""
+
+    node: str = ""
+    version: str = ""
+    uptime_s: float = 0.0
+    sandboxes: int = 0
+    sandboxes_max: int = 0
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    memory_requested_bytes: int = 0
+    cpus: int = 0
+    cpu_requested: float = 0.0
+
+
+class LayerInfo(_Info):
+    """op `layer.list` → list of `LayerInfo`."""
+
+    name: str
+    digest: str
+    size_bytes: int
+    created_at: float
+    in_use: int = 0
+
+
+class LayerImport(_Args):
+    """op `layer.import` → `LayerInfo`; `source` is a directory or tar file on the daemon's host."""
+
+    name: str
+    source: str
+    replace: bool = False
+
+
+class LayerRef(_Args):
+    """op `layer.remove` → None; refused while a sandbox uses it."""
+
+    name: str
+
+
+# --- commands (op target = sandbox id; answered by dsec-init through dsecd) --------------------
+
+
+class PtySize(_Args):
+    rows: int = 24
+    cols: int = 80
+
+
+class ExecArgs(_Args):
+    """op `exec.start` → `CommandInfo`, returns once the command runs;
+    op `exec.run`: stream of `Output`, reply `CommandResult`.
+
+    `cid` is chosen by the caller and names the command; starting a cid that exists attaches to it
+    instead of running it twice. Exactly one of `argv` and `shell`. With `session` the shell string runs
+    inside that session. `stdin` keeps a stream open for `exec.stdin`. A `background`
+    command outlives its call and its connection. `env` is merged over the sandbox's.
+    """
+
+    cid: str
+    argv: list[bytes] | None = None
+    shell: bytes | None = None
+    session: str | None = None
+    env: dict[str, str] = {}
+    cwd: bytes | None = None
+    user: str | None = None  # name, uid, or "uid:gid"; default: the sandbox's init_user
+    groups: list[int] | None = None  # supplementary; default: the user's own from /etc/group
+    stdin: bool = False
+    input: bytes | None = None  # small stdin given at once; at most wire.INLINE bytes
+    pty: PtySize | None = None
+    timeout_s: float | None = None
+    background: bool = False
+    stream: bool = False  # exec.run: send Output as it comes, else one reply when small
+    output_limit_bytes: int | None = None  # below the sandbox's own cap
+
+
+class CommandInfo(_Info):
+    """A command known to the sandbox; op `exec.list` → list of `CommandInfo`."""
+
+    cid: str
+    running: bool
+    pid: int = 0  # as seen inside the sandbox
+    command: bytes = b""
+    background: bool = False
+    session: str = ""
+    started_at: float = 0.0
+
+
+class Output(_Info):
+    """An item of a command's stream: bytes of one of its outputs at `offset`."""
+
+    stream: Literal[1, 2]  # 1 stdout (and pty), 2 stderr
+    offset: int
+    data: bytes
+
+
+class CommandResult(_Info):
+    """How a command ended. Exactly one of `exit_code` and `signal` is set.
+
+    `stdout` and `stderr` hold the output that was not already streamed. `stdout_total` counts the
+    bytes the command wrote; with `output_truncated` only the first ones, up to the cap, were kept.
+    """
+
+    cid: str
+    exit_code: int | None = None
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    disk_full: bool = False
+    output_truncated: bool = False
+    session_ended: bool = False
+    stdout: bytes = b""
+    stderr: bytes = b""
+    stdout_total: int = 0
+    stderr_total: int = 0
+    duration_s: float = 0.0
+
+
+class AttachArgs(_Args):
+    """op `exec.attach`: stream of `Output` from these offsets on, reply `CommandResult` at the end;
+    op `exec.wait` → `CommandResult` without output."""
+
+    cid: str
+    stdout_offset: int = 0
+    stderr_offset: int = 0
+
+
+class StdinArgs(_Args):
+    """op `exec.stdin` → None once the pipe took it all; `eof` closes the stream afterwards."""
+
+    cid: str
+    data: bytes = b""
+    eof: bool = False
+
+
+class SignalArgs(_Args):
+    """op `exec.signal` → None: to the command's main process; op `exec.kill` → None: SIGKILL to its
+    whole tree; with `exec.forget` → None a finished command's record and output are dropped."""
+
+    cid: str
+    signal: int = 15
+
+
+class ResizeArgs(_Args):
+    """op `exec.resize` → None: the terminal's new size."""
+
+    cid: str
+    rows: int
+    cols: int
+
+
+class SessionArgs(_Args):
+    """op `session.open` → None: a shell whose cwd, variables and functions persist between commands.
+    op `session.close` → None kills every process the session started; `session.list` → list of str."""
+
+    name: str
+    env: dict[str, str] = {}
+    cwd: bytes | None = None
+    user: str | None = None
+    shell: str | None = None  # default: /bin/bash where it exists, else /bin/sh
+
+
+# --- files (op target = sandbox id) -----------------------------------------------------------
+
+
+class FileStat(_Info):
+    """op `files.stat` → `FileStat`; op `files.list` → list of `FileStat` (name: bytes in the directory)."""
+
+    name: bytes
+    type: FileType
+    size: int = 0
+    mode: int = 0
+    uid: int = 0
+    gid: int = 0
+    mtime: float = 0.0
+    target: bytes | None = None  # of a symlink
+
+
+class PathArgs(_Args):
+    """ops `files.stat` (`follow`), `files.list`, `files.glob` (pattern in `path` → list of bytes),
+    `files.mkdir` (parents are made), `files.remove` (`recursive`), `files.watch` (stream of `WatchEvent`).
+    Relative paths start at the sandbox's workdir; the call acts with the rights of `user`."""
+
+    path: bytes
+    user: str | None = None
+    follow: bool = True
+    recursive: bool = False
+    mode: int | None = None
+
+
+class RenameArgs(_Args):
+    """op `files.rename` → None; an existing file at `target` is replaced atomically."""
+
+    path: bytes
+    target: bytes
+    user: str | None = None
+
+
+class ChangeArgs(_Args):
+    """op `files.chmod`, `files.chown` → None; `owner` is "user", "user:group", or numbers."""
+
+    path: bytes
+    user: str | None = None
+    mode: int | None = None
+    owner: str | None = None
+    recursive: bool = False
+
+
+class ReadArgs(_Args):
+    """op `files.read`: stream of bytes, reply `Transferred`; `length` None reads to the end."""
+
+    path: bytes
+    user: str | None = None
+    offset: int = 0
+    length: int | None = None
+
+
+class WriteArgs(_Args):
+    """op `files.write` → `Transferred`: content in `data`, or streamed by the caller as items (bytes) and
+    `End` when `data` is None. The file appears, or is replaced, atomically at the end; `append` adds to it."""
+
+    path: bytes
+    user: str | None = None
+    data: bytes | None = None
+    append: bool = False
+    mode: int | None = None
+
+
+class TarArgs(_Args):
+    """op `files.download`: stream of a tar of the tree at `path`; op `files.upload`: the caller streams a tar
+    that is unpacked below `path`. Reply `Transferred`."""
+
+    path: bytes
+    user: str | None = None
+
+
+class Transferred(_Info):
+    """`data` holds content that was small enough not to be streamed."""
+
+    size: int
+    data: bytes | None = None
+
+
+class WatchEvent(_Info):
+    """An item of `files.watch`: `name` is relative to the watched directory."""
+
+    kind: Literal["create", "modify", "remove", "rename_from", "rename_to", "attrib", "overflow"]
+    name: bytes = b""
+
+
+class ForwardArgs(_Args):
+    """op `net.forward`: a duplex byte stream to a TCP port on the sandbox's loopback; `End` half-closes."""
+
+    port: int
