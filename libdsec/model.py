@@ -162,7 +162,9 @@ class Event(_Info):
 
     time: float
     sandbox: str
-    kind: Literal["created", "stopped", "failed", "oom", "disk_full", "expired", "readopted"]
+    kind: Literal[
+        "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "dropped"
+    ]  # dropped: the subscriber read too slowly, detail["count"] events are missing
     detail: dict[str, str] = {}
 
 

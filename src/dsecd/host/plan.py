@@ -9,6 +9,22 @@ from __future__ import annotations
 
 import msgspec
 
+OP_CREATE, OP_DESTROY, OP_STAGE = range(3)
+LIST_MAX = 64  # elements of a list in a plan
+PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socket surely takes
+
+# The steps of a creation, in order; `ContainerPlan.fail_step` and `SpawnReply.step` name one.
+STEPS = (
+    "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files", "lowers",
+    "overlay", "terminals", "bind_sources", "config", "clone",
+    # in the new process
+    "root", "proc", "dev", "read_only", "masks", "binds", "netns", "helper",
+    # in its helper, inside the user namespace
+    "userns", "unshare", "hostname", "namespaces",
+    # in the new process again
+    "affinity", "oom_score", "descriptors", "credentials", "exec",
+)  # fmt: skip
+
 
 class FileWrite(msgspec.Struct, array_like=True, frozen=True):
     """Write `value` to the host file `path` before the clone (a limit of a pooled cgroup)."""
@@ -23,6 +39,18 @@ class Bind(msgspec.Struct, array_like=True, frozen=True):
     source: str
     target: str
     read_only: bool = True
+
+
+class NewFile(msgspec.Struct, array_like=True, frozen=True):
+    """A generated file, put into the upper layer: root inside owns it and may change it.
+
+    `target` is a path inside the root without a leading slash (``etc/hosts``); directories on the way
+    become root's, mode 0755. Cheaper than a `Bind`: it needs no mount.
+    """
+
+    target: str
+    content: bytes
+    mode: int = 0o644
 
 
 class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
@@ -43,19 +71,37 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     upper_dir: str = ""  # "" → a tmpfs of `upper_bytes`, else a directory on the host's disk
     upper_bytes: int = 0
     upper_project: int = 0  # quota project id of a disk upper, 0: none
-    dev_tree: str  # prebuilt /dev of the host's template
-    binds: tuple[Bind, ...] = ()  # masks and generated files (resolv.conf, hosts, machine-id)
+    dev_tree: str = ""  # a /dev of the host's making; "": the spawner's own minimal one
+    files: tuple[NewFile, ...] = ()  # resolv.conf, hosts, hostname, machine-id
+    binds: tuple[Bind, ...] = ()  # host objects shown inside
     read_only: tuple[str, ...] = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
     masked: tuple[str, ...] = ()  # hidden by an empty file or directory; absent ones are skipped
     hostname: str
     cpus: tuple[int, ...] = ()  # affinity; () leaves it
     init_config: bytes  # docs/protocol.md: handed to dsec-init
+    trace: bool = False  # fill `SpawnReply.micros`
+    fail_step: str = ""  # fault injection: fail this step instead of doing it
+
+
+class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """The end of one container, in any state of being made or unmade; what is gone already is fine.
+
+    The pidfd of its PID 1 travels beside it when it is known. Everything in `cgroup` is killed; when no
+    process is left the group with its children and the directories are removed.
+    """
+
+    sandbox: str
+    cgroup: str = ""  # v2 directory
+    runtime_dir: str = ""
+    spool_dir: str = ""
+    upper_dir: str = ""  # of a disk upper
+    timeout_ms: int = 10_000  # for the processes to die
 
 
 class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer of the spawner; a pidfd travels beside it when `error` is 0."""
+    """Answer of the spawner; a pidfd travels beside it when a container was made."""
 
     pid: int = 0
     error: int = 0  # errno
     step: str = ""  # the step that failed
-    micros: dict[str, int] = {}  # time of each step, when tracing is asked
+    micros: dict[str, int] = {}  # time of each step, when `trace` was asked

@@ -1,0 +1,59 @@
+"""libdsec: the client of DSec.
+
+>>> client = DSecClient()                                    # doctest: +SKIP
+>>> await client.open()                                      # doctest: +SKIP
+>>> args = DSecContainerRunArgs(container_image="base/debian:12")
+>>> sandbox = await client.run_container(args, timeout=120)  # doctest: +SKIP
+>>> result = await sandbox.run_shell("echo hello world")     # doctest: +SKIP
+>>> await sandbox.stop()                                     # doctest: +SKIP
+
+`libdsec.sync` is the same without ``await``. ``python -m libdsec FILE`` runs a script that uses
+``await`` at its top level.
+"""
+
+from libdsec.client import DSecClient
+from libdsec.commands import CommandHandle, Commands
+from libdsec.errors import (
+    AlreadyExists,
+    CommandFailed,
+    DSecError,
+    Exhausted,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Timeout,
+    Unavailable,
+    Unsupported,
+    WrongState,
+)
+from libdsec.files import EntryInfo, Files, WriteEntry, WriteInfo
+from libdsec.forward import ForwardServer
+from libdsec.layers import Layers
+from libdsec.model import (
+    CommandInfo,
+    DSecContainerRunArgs,
+    Event,
+    Feature,
+    HostStats,
+    LayerInfo,
+    Metrics,
+    Output,
+    PtySize,
+    SandboxInfo,
+)
+from libdsec.pty import Pty
+from libdsec.result import CommandResult
+from libdsec.sandbox import Sandbox
+from libdsec.session import Session
+from libdsec.version import __version__
+from libdsec.watch import FileEvent, WatchHandle
+
+__all__ = [
+    "AlreadyExists", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult", "Commands",
+    "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event", "Exhausted",
+    "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "Internal", "InvalidArgument",
+    "LayerInfo", "Layers", "Metrics", "NotFound", "Output", "PermissionDenied", "Pty", "PtySize",
+    "Sandbox", "SandboxInfo", "Session", "Timeout", "Unavailable", "Unsupported", "WatchHandle",
+    "WriteEntry", "WriteInfo", "WrongState", "__version__",
+]  # fmt: skip

@@ -1,0 +1,181 @@
+"""The way in: a client of one daemon."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import AsyncIterator, Mapping
+from types import TracebackType
+
+import msgspec
+
+from libdsec import endpoint as endpoints
+from libdsec import model
+from libdsec.batch import Batch
+from libdsec.errors import DSecError, WrongState
+from libdsec.layers import Layers
+from libdsec.link import Link, pack, unpack
+from libdsec.sandbox import Sandbox
+
+_ANSWER_S = 1.0  # the daemon knows better why a create took too long: let it say so first
+
+
+class DSecClient:
+    """A client of the daemon at `endpoint`; one multiplexed connection, kept alive.
+
+    `endpoint` is ``unix:/path``, ``/path``, ``tcp://host:port`` or ``tls://host:port``; by default
+    that of DSEC_ENDPOINT, else the local daemon's socket. `token` (DSEC_TOKEN) authenticates over
+    TCP; `ca_file` (DSEC_CA_FILE) holds the authorities to trust for TLS; `tls_server_name` is the
+    name expected in the certificate when it is not the endpoint's host. A lost connection is made
+    anew for `reconnect_timeout` seconds, commands that run go on meanwhile. `request_timeout`
+    bounds calls that have no time of their own. A client belongs to one event loop; any number
+    of tasks may use it at once.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        token: str | None = None,
+        ca_file: str | None = None,
+        tls_server_name: str | None = None,
+        reconnect_timeout: float = 30.0,
+        request_timeout: float = 60.0,
+    ) -> None:
+        where = endpoints.from_environment(endpoint, ca_file, tls_server_name)
+        secret = token if token is not None else os.environ.get("DSEC_TOKEN", "")
+        self._link = Link(
+            where, secret, reconnect_s=reconnect_timeout, request_timeout_s=request_timeout
+        )
+        self._layers = Layers(self._link)
+        self._open = False
+
+    def __repr__(self) -> str:
+        return f"<DSecClient {self._link.endpoint}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "_open", False):
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the daemon listens."""
+        return str(self._link.endpoint)
+
+    @property
+    def welcome(self) -> model.Welcome:
+        """What the daemon said of itself. Raises `WrongState` before `open`."""
+        if self._link.welcome is None:
+            raise WrongState("the client is not open yet: await client.open()")
+        return self._link.welcome
+
+    @property
+    def layers(self) -> Layers:
+        """The images that sandboxes are made of."""
+        return self._layers
+
+    # --- life
+
+    async def open(self) -> DSecClient:
+        """Connect. Raises `Unavailable` saying how to start the daemon, or `PermissionDenied`."""
+        await self._link.connection()
+        self._open = True
+        return self
+
+    async def close(self) -> None:
+        """Disconnect. Sandboxes and background commands go on. Closing twice is no error."""
+        self._open = False
+        await self._link.close()
+
+    async def __aenter__(self) -> DSecClient:
+        return await self.open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- sandboxes
+
+    async def run_container(
+        self, args: model.DSecContainerRunArgs, timeout: float | None = None
+    ) -> Sandbox:
+        """Create a container sandbox and return it running.
+
+        `timeout` in seconds. A cancelled or timed-out call leaves no sandbox; a lost connection
+        is retried with the same idempotency key and gives the same one. Raises `NotFound` (no
+        such image), `InvalidArgument`, `Exhausted` (host full; retryable), `Timeout`.
+        """
+        create = model.CreateArgs(key=uuid.uuid4().hex, args=args, timeout_s=timeout)
+        info = await self._link.call(
+            "sandbox.create",
+            create,
+            model.SandboxInfo,
+            retry=True,
+            timeout_s=0 if timeout is None else timeout + _ANSWER_S,
+            on_late_result=self._discard,
+        )
+        return Sandbox(self._link, info)
+
+    async def run_containers(
+        self, args: model.DSecContainerRunArgs, count: int, timeout: float | None = None
+    ) -> AsyncIterator[Sandbox | DSecError]:
+        """Create `count` sandboxes and yield each, or its error, as it becomes ready.
+
+        Leaving the iteration early stops the sandboxes that were not yielded.
+        """
+        batch = Batch(self._link, args, count, timeout)
+        try:
+            while (made := await batch.next()) is not None:
+                yield made if isinstance(made, DSecError) else Sandbox(self._link, made)
+        finally:
+            batch.abandon()
+
+    async def connect(self, sandbox_id: str) -> Sandbox:
+        """Return the sandbox with this id. Raises `NotFound`."""
+        ref = model.SandboxRef(id=sandbox_id)
+        info = await self._link.call("sandbox.get", ref, model.SandboxInfo, retry=True)
+        return Sandbox(self._link, info)
+
+    async def get_sandbox(self, sandbox_id: str) -> Sandbox:
+        """The same as `connect`."""
+        return await self.connect(sandbox_id)
+
+    async def list_sandboxes(
+        self, *, labels: Mapping[str, str] | None = None, all: bool = False
+    ) -> list[model.SandboxInfo]:
+        """Return the sandboxes with these labels; with `all` also ended ones still remembered."""
+        args = model.ListArgs(labels=dict(labels or {}), all=all)
+        return await self._link.call("sandbox.list", args, list[model.SandboxInfo], retry=True)
+
+    def _discard(self, raw: msgspec.Raw) -> None:
+        """A create that was given up was answered after all."""
+        self._link.post("sandbox.stop", model.SandboxRef(id=unpack(raw, model.SandboxInfo).id))
+
+    # --- host
+
+    async def check(self) -> list[model.Feature]:
+        """Return which kernel features the daemon's host has, and why not."""
+        return await self._link.call("host.check", {}, list[model.Feature], retry=True)
+
+    async def host_stats(self) -> model.HostStats:
+        """Return what the daemon holds and how much more it may take."""
+        return await self._link.call("host.stats", {}, model.HostStats, retry=True)
+
+    async def events(self, sandbox_id: str = "") -> AsyncIterator[model.Event]:
+        """Yield what happens to sandboxes (or one sandbox) from now on.
+
+        Raises `Unavailable` when the connection is lost: events of the time between are missing.
+        """
+        args = model.EventFilter(sandbox=sandbox_id)
+        call = await self._link.start("events.subscribe", pack(args))
+        try:
+            while (raw := await call.next_item()) is not None:
+                yield unpack(raw, model.Event)
+        finally:
+            if not call.closed:
+                call.cancel()

@@ -1,0 +1,224 @@
+"""A sandbox, as its user holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+
+from libdsec import execution, forward, model
+from libdsec.commands import Commands, Word, exec_args
+from libdsec.connection import ConnectionLost
+from libdsec.errors import AlreadyExists, NotFound
+from libdsec.execution import TextCallback, text_sink
+from libdsec.files import Files
+from libdsec.forward import ForwardServer
+from libdsec.link import Link
+from libdsec.pty import Pty
+from libdsec.result import CommandResult
+from libdsec.session import Session
+
+
+class Sandbox:
+    """A running sandbox. As an async context manager it is stopped at the end.
+
+    It lives on the daemon's host, not in this object: dropping the object leaves it running until
+    its idle timeout, and `DSecClient.connect` takes it up again by `id`.
+    """
+
+    def __init__(self, link: Link, info: model.SandboxInfo) -> None:
+        self._link = link
+        self._info = info
+        self._commands = Commands(link, info.id)
+        self._files = Files(link, info.id)
+        self._pty = Pty(link, info.id)
+
+    def __repr__(self) -> str:
+        return f"<Sandbox {self._info.id} {self._info.state}>"
+
+    @property
+    def id(self) -> str:
+        """The sandbox's id; it names its daemon too."""
+        return self._info.id
+
+    @property
+    def info(self) -> model.SandboxInfo:
+        """The state last seen; `get_info` asks again."""
+        return self._info
+
+    @property
+    def commands(self) -> Commands:
+        """Commands: run, list, connect, kill, send_stdin."""
+        return self._commands
+
+    @property
+    def files(self) -> Files:
+        """Files: read, write, list, copy, watch."""
+        return self._files
+
+    @property
+    def pty(self) -> Pty:
+        """Terminals."""
+        return self._pty
+
+    # --- commands
+
+    async def run_shell(
+        self,
+        command: str | bytes,
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Word | None = None,
+        user: str | None = None,
+        check: bool = False,
+        session: str | None = None,
+        on_stdout: TextCallback | None = None,
+        on_stderr: TextCallback | None = None,
+        input: str | bytes | None = None,
+    ) -> CommandResult:
+        """Run `command` in a shell and return its result when the command itself has ended.
+
+        `timeout` (seconds) kills its whole process tree and sets `timed_out`; a child left in the
+        background does not hold the call. `env` is merged over the sandbox's; `input` is its
+        stdin (otherwise empty). Non-zero exit raises `CommandFailed` only with `check`. Output
+        goes to the callbacks as text while it comes, and into the result. A cancelled call kills
+        the command. A restart of the daemon in between is not noticed.
+        """
+        args = exec_args(command, timeout=timeout, env=env, cwd=cwd, user=user, session=session)
+        return await self._run(args, check, on_stdout, on_stderr, input)
+
+    async def run(
+        self,
+        *argv: Word,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Word | None = None,
+        user: str | None = None,
+        check: bool = False,
+        on_stdout: TextCallback | None = None,
+        on_stderr: TextCallback | None = None,
+        input: str | bytes | None = None,
+    ) -> CommandResult:
+        """Run the program ``argv[0]`` with its arguments, without a shell; see `run_shell`."""
+        args = exec_args(argv, timeout=timeout, env=env, cwd=cwd, user=user)
+        return await self._run(args, check, on_stdout, on_stderr, input)
+
+    async def _run(
+        self,
+        args: model.ExecArgs,
+        check: bool,
+        on_stdout: TextCallback | None,
+        on_stderr: TextCallback | None,
+        input: str | bytes | None,
+    ) -> CommandResult:
+        result = await execution.run(
+            self._link,
+            self.id,
+            args,
+            stdout=text_sink(on_stdout),
+            stderr=text_sink(on_stderr),
+            stdin=input.encode() if isinstance(input, str) else input,
+        )
+        return result.check() if check else result
+
+    async def create_session(
+        self,
+        name: str | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Word | None = None,
+        user: str | None = None,
+        shell: str | None = None,
+    ) -> Session:
+        """Open a shell session whose state persists. Raises `AlreadyExists` for a taken name."""
+        args = model.SessionArgs(
+            name=name or f"s-{uuid.uuid4().hex[:12]}",
+            env=dict(env or {}),
+            cwd=None if cwd is None else exec_args([cwd]).argv[0],  # type: ignore[index]
+            user=user,
+            shell=shell,
+        )
+        try:
+            await self._link.call("session.open", args, type(None), target=self.id)
+        except ConnectionLost:
+            await self._reopen(args, ours=name is None)
+        except asyncio.CancelledError:
+            self._link.post("session.close", model.SessionArgs(name=args.name), self.id)
+            raise
+        return Session(self._link, self.id, args.name)
+
+    async def _reopen(self, args: model.SessionArgs, *, ours: bool) -> None:
+        """The answer was lost: a name that we made up and that exists is the session we opened."""
+        try:
+            await self._link.call("session.open", args, type(None), target=self.id)
+        except AlreadyExists:
+            if not ours:
+                raise
+
+    # --- life
+
+    async def get_info(self) -> model.SandboxInfo:
+        """Ask the daemon for the sandbox's state. Raises `NotFound` once it is forgotten."""
+        ref = model.SandboxRef(id=self.id)
+        self._info = await self._link.call("sandbox.get", ref, model.SandboxInfo, retry=True)
+        return self._info
+
+    async def is_running(self) -> bool:
+        """Return whether the sandbox runs now."""
+        try:
+            return (await self.get_info()).state == "running"
+        except NotFound:
+            return False
+
+    async def get_metrics(self) -> model.Metrics:
+        """Return what the sandbox uses of memory, CPU, processes, disk and network."""
+        ref = model.SandboxRef(id=self.id)
+        return await self._link.call("sandbox.metrics", ref, model.Metrics, retry=True)
+
+    async def set_timeout(self, timeout: float | None) -> model.SandboxInfo:
+        """Set the idle timeout to `timeout` seconds from now on; None ends it."""
+        args = model.SetTimeout(id=self.id, ttl_running_stop=timeout)
+        self._info = await self._link.call(
+            "sandbox.set_timeout", args, model.SandboxInfo, retry=True
+        )
+        return self._info
+
+    async def stop(self) -> model.SandboxInfo:
+        """Kill everything in the sandbox and give back what it held. Raises `NotFound`."""
+        ref = model.SandboxRef(id=self.id)
+        self._info = await self._link.call("sandbox.stop", ref, model.SandboxInfo, retry=True)
+        return self._info
+
+    async def kill(self) -> bool:
+        """Stop the sandbox; False when it is not known any more."""
+        return await execution.quietly(self.stop())
+
+    async def __aenter__(self) -> Sandbox:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.kill()
+
+    # --- network
+
+    async def forward(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to TCP `port` on the sandbox's loopback.
+
+        A refused or broken connection is a `ConnectionResetError` of the reader.
+        """
+        return await forward.connect(self._link, self.id, port)
+
+    async def forward_server(
+        self, local_port: int = 0, port: int | None = None, *, host: str = "127.0.0.1"
+    ) -> ForwardServer:
+        """Listen on `local_port` (0: any) and forward each connection to `port` in the sandbox."""
+        server = ForwardServer(self._link, self.id, local_port if port is None else port)
+        await server.start(host, local_port)
+        return server

@@ -1,0 +1,54 @@
+"""Contract of the native core, and of its Python twin. Every failure is a `StepError`."""
+
+from collections.abc import Iterable
+from os import PathLike
+
+Path = str | bytes | PathLike[str]
+
+def make_userns(uid_base: int, owner_uid: int) -> int:
+    """Return a user namespace whose ids 0..65534 are `uid_base`.. outside, owned by `owner_uid`."""
+
+def make_netns() -> int:
+    """Return a new network namespace of the host's user namespace, loopback up."""
+
+def netns_reusable(fd: int) -> bool:
+    """Return whether nothing of the last user is left: sockets, TIME_WAIT, interfaces, routes."""
+
+def mount_erofs(image: Path, devices: Iterable[Path] = ()) -> int:
+    """Return a detached, read-only, nodev, file-backed mount of `image` and its blob `devices`."""
+
+def open_tree(path: Path, clone: bool, recursive: bool = False) -> int:
+    """Return a descriptor of the mount at `path`, or of a detached clone of it."""
+
+def move_mount(fd: int, target: Path) -> None:
+    """Attach the detached mount `fd` at `target`."""
+
+def idmap_mount(fd: int, userns: int) -> None:
+    """Map the ids of the detached mount `fd` through the user namespace."""
+
+def umount(target: Path, detach: bool = True) -> None:
+    """Unmount `target` (never through a symbolic link); detached, busy mounts go later."""
+
+def remove_tree(path: Path) -> None:
+    """Remove `path` and all below it without following a symbolic link; absent is success."""
+
+def remove_cgroup(path: Path) -> None:
+    """Remove a cgroup and its child groups; EBUSY while a process is left; absent is success."""
+
+def set_project(fd: int, project: int) -> None:
+    """Put the directory into quota project `project`; what is made below inherits."""
+
+def set_project_quota(fd: int, project: int, limit_bytes: int, limit_inodes: int = 0) -> None:
+    """Set the hard limits of `project` on the volume that holds `fd`; 0 lifts one."""
+
+def get_project_usage(fd: int, project: int) -> tuple[int, int, int, int]:
+    """Return (bytes, limit_bytes, inodes, limit_inodes)."""
+
+def make_sched_cookie(pid: int) -> None:
+    """Give the process a fresh core-scheduling cookie. EINVAL, ENODEV: not on this host."""
+
+def share_sched_cookie(source: int, target: int) -> None:
+    """Give `target` the cookie of `source`."""
+
+def get_sched_cookie(pid: int) -> int:
+    """Return the cookie, 0 for none."""

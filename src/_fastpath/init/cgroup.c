@@ -1,0 +1,139 @@
+#define _GNU_SOURCE
+#include "cgroup.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "limits.h"
+
+enum state { UNUSED, FREE, TAKEN, LINGERING };
+
+static struct slot {
+    int dir, events;
+    enum state state;
+} slots[MAX_CGROUPS];
+static int slots_high;
+static unsigned next_name, lingering;
+
+static int slot_make(struct slot *slot)
+{
+    char name[16];
+    do
+        snprintf(name, sizeof name, "%u", next_name++);
+    while (mkdirat(FD_CGROUP, name, 0755) < 0 && errno == EEXIST && next_name < 1u << 20);
+    int dir = openat(FD_CGROUP, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int events = dir < 0 ? -1 : openat(dir, "cgroup.events", O_RDONLY | O_CLOEXEC);
+    if (events < 0) {
+        if (dir >= 0)
+            close(dir);
+        unlinkat(FD_CGROUP, name, AT_REMOVEDIR);
+        return CGROUP_FULL;
+    }
+    *slot = (struct slot){ dir, events, TAKEN };
+    return (int)(slot - slots);
+}
+
+int cgroup_acquire(void)
+{
+    if (!config.has_cgroup)
+        return NO_CGROUP;
+    for (int again = 0; again < 2; again++) {
+        for (int i = 0; i < slots_high; i++)
+            if (slots[i].state == FREE) {
+                slots[i].state = TAKEN;
+                return i;
+            }
+        if (!lingering)
+            break;
+        cgroups_sweep();
+    }
+    if (slots_high == MAX_CGROUPS)
+        return CGROUP_FULL;
+    int slot = slot_make(&slots[slots_high]);
+    if (slot >= 0)
+        slots_high++;
+    return slot;
+}
+
+int cgroup_fd(int slot)
+{
+    return slot >= 0 ? slots[slot].dir : -1;
+}
+
+bool cgroup_empty(int slot)
+{
+    char text[128];
+    if (slot < 0)
+        return true;
+    ssize_t n = pread(slots[slot].events, text, sizeof text - 1, 0);
+    if (n < 0)
+        return false;
+    text[n] = 0;
+    return strstr(text, "populated 0") != NULL;
+}
+
+void cgroup_kill(int slot)
+{
+    int fd = slot < 0 ? -1 : openat(slots[slot].dir, "cgroup.kill", O_WRONLY | O_CLOEXEC);
+    if (fd < 0) {
+        cgroup_kill_others(slot, 0); /* before Linux 5.14 */
+        return;
+    }
+    if (write(fd, "1", 1) < 0)
+        cgroup_kill_others(slot, 0);
+    close(fd);
+}
+
+int cgroup_signal_others(int slot, pid_t spared, int signal)
+{
+    char text[2048];
+    int fd = slot < 0 ? -1 : openat(slots[slot].dir, "cgroup.procs", O_RDONLY | O_CLOEXEC);
+    int hit = 0;
+    pid_t pid = 0;
+    ssize_t n;
+    while (fd >= 0 && (n = read(fd, text, sizeof text)) > 0)
+        for (ssize_t i = 0; i < n; i++) {
+            if (text[i] >= '0' && text[i] <= '9') {
+                pid = pid * 10 + (text[i] - '0');
+                continue;
+            }
+            /* 0 is a process of another PID namespace: never "our group" for kill(2). */
+            if (pid > 1 && pid != spared && pid != getpid())
+                hit += kill(pid, signal) == 0;
+            pid = 0;
+        }
+    if (fd >= 0)
+        close(fd);
+    return hit;
+}
+
+int cgroup_kill_others(int slot, pid_t spared)
+{
+    return cgroup_signal_others(slot, spared, SIGKILL);
+}
+
+void cgroup_release(int slot)
+{
+    if (slot < 0)
+        return;
+    bool empty = cgroup_empty(slot);
+    slots[slot].state = empty ? FREE : LINGERING;
+    lingering += !empty;
+}
+
+void cgroups_sweep(void)
+{
+    if (!lingering)
+        return;
+    for (int i = 0; i < slots_high; i++)
+        if (slots[i].state == LINGERING && cgroup_empty(i)) {
+            slots[i].state = FREE;
+            lingering--;
+        }
+}

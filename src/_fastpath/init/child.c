@@ -1,0 +1,273 @@
+#define _GNU_SOURCE
+#include "child.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "conn.h"
+#include "process.h"
+
+#define INTO_CGROUP 0x200000000ULL /* CLONE_INTO_CGROUP; absent from musl's headers */
+
+const char *const code_names[CODES] = {
+    "invalid_argument", "not_found", "already_exists", "wrong_state",
+    "permission_denied", "unsupported", "exhausted", "internal",
+};
+
+static int ctl_fd = -1; /* of this child */
+
+pid_t child_fork(int cgroup_fd)
+{
+    /* struct clone_args: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls,
+     * set_tid, set_tid_size, cgroup. A plain fork otherwise: a vfork-style child that root inside
+     * stops would stop init with it. */
+    uint64_t args[11] = { 0 };
+    if (cgroup_fd >= 0) {
+        args[0] = INTO_CGROUP;
+        args[10] = (uint64_t)cgroup_fd;
+    }
+    args[4] = SIGCHLD;
+    oom_score_raise(true);
+    long pid = syscall(SYS_clone3, args, sizeof args);
+    if (pid == 0)
+        return 0;
+    int err = errno;
+    oom_score_raise(false);
+    return pid < 0 ? -err : (pid_t)pid;
+}
+
+bool child_send(enum report_kind kind, const void *data, size_t n, int fd)
+{
+    uint8_t head = (uint8_t)kind;
+    struct iovec parts[2] = { { &head, 1 }, { (void *)(uintptr_t)data, n } };
+    struct msghdr message = { .msg_iov = parts, .msg_iovlen = 2 };
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(sizeof(int))];
+    } control;
+    if (fd >= 0) {
+        memset(&control, 0, sizeof control);
+        message.msg_control = control.room;
+        message.msg_controllen = sizeof control.room;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&message);
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(c), &fd, sizeof fd);
+    }
+    ssize_t sent;
+    do
+        sent = sendmsg(ctl_fd, &message, MSG_NOSIGNAL);
+    while (sent < 0 && errno == EINTR);
+    return sent >= 0;
+}
+
+static _Noreturn void fail_report(struct report *report)
+{
+    report->kind = REPORT_FAILED;
+    report->length = (uint8_t)strnlen(report->message, sizeof report->message - 1);
+    child_send(REPORT_FAILED, &report->code, sizeof *report - 1, -1);
+    _exit(127);
+}
+
+_Noreturn void child_fail(enum code code, const char *format, ...)
+{
+    struct report report = { .code = (uint8_t)code };
+    va_list args;
+    va_start(args, format);
+    vsnprintf(report.message, sizeof report.message, format, args);
+    va_end(args);
+    fail_report(&report);
+}
+
+static enum code code_of_errno(int err)
+{
+    switch (err) {
+    case ENOENT: return NOT_FOUND;
+    case EEXIST: return ALREADY_EXISTS;
+    case EACCES: case EPERM: case EROFS: return PERMISSION_DENIED;
+    case ENOTDIR: case EISDIR: case EINVAL: case ELOOP: case ENAMETOOLONG: case EXDEV: case ENXIO:
+    case ESPIPE: case E2BIG: case ENOEXEC: case EOVERFLOW: return INVALID_ARGUMENT;
+    case ENOTEMPTY: case EBUSY: case ETXTBSY: return WRONG_STATE;
+    case EOPNOTSUPP: case ENOSYS: case ENODEV: return UNSUPPORTED;
+    case ENOSPC: case EDQUOT: case ENOMEM: case EAGAIN: case EMFILE: case ENFILE: case EMLINK:
+    case EFBIG: return EXHAUSTED;
+    default: return INTERNAL;
+    }
+}
+
+_Noreturn void child_fail_errno(int err, const char *what, struct mp_bytes path)
+{
+    struct report report = { .code = (uint8_t)code_of_errno(err) };
+    const char *shown = path.p ? (const char *)path.p : "";
+    int n = path.n > 120 ? 120 : (int)path.n;
+    const char *more = path.n > 120 ? "..." : "";
+    report.disk_full = err == ENOSPC || err == EDQUOT;
+    const char *text = report.disk_full ? "disk full" : strerror(err);
+    snprintf(report.message, sizeof report.message, "%s%s%.*s%s: %s", what, path.p ? " " : "", n,
+             shown, more, text);
+    fail_report(&report);
+}
+
+_Noreturn void child_result(const void *raw, size_t n)
+{
+    child_send(REPORT_RESULT, raw, n, -1);
+    _exit(0);
+}
+
+static void enter_namespaces(void)
+{
+    static const struct {
+        int fd, kind;
+        const char *name;
+    } order[] = {
+        /* The user namespace first: it gives the rights over the others. */
+        { FD_USERNS, CLONE_NEWUSER, "user" }, { FD_MNTNS, CLONE_NEWNS, "mount" },
+        { FD_IPCNS, CLONE_NEWIPC, "ipc" },    { FD_UTSNS, CLONE_NEWUTS, "uts" },
+        { FD_CGROUPNS, 0x02000000, "cgroup" },
+    };
+    for (size_t i = 0; i < sizeof order / sizeof *order; i++)
+        if (namespace_given[i] && setns(order[i].fd, order[i].kind) < 0)
+            child_fail(INTERNAL, "cannot enter the sandbox's %s namespace: %s", order[i].name,
+                       strerror(errno));
+}
+
+struct sock_fprog_layout {
+    unsigned short len;
+    void *filter;
+};
+
+/* Both need privilege, so they come before the identity is given up. */
+static void install_bounds(void)
+{
+    for (int cap = 0; cap < 64; cap++)
+        if (!(config.caps >> cap & 1) && prctl(PR_CAPBSET_READ, cap, 0, 0, 0) == 1 &&
+            prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) < 0)
+            child_fail(INTERNAL, "cannot drop capability %d: %s", cap, strerror(errno));
+    if (config.no_new_privs && prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
+        child_fail(INTERNAL, "cannot set no_new_privs: %s", strerror(errno));
+    struct sock_fprog_layout filter = {
+        .len = (unsigned short)(config.seccomp.n / 8),
+        .filter = (void *)(uintptr_t)config.seccomp.p,
+    };
+    if (filter.len && prctl(PR_SET_SECCOMP, 2 /* SECCOMP_MODE_FILTER */, &filter, 0, 0) < 0)
+        child_fail(INTERNAL, "cannot install the seccomp filter: %s", strerror(errno));
+}
+
+static void trim_capabilities(bool root)
+{
+    struct {
+        uint32_t version;
+        int pid;
+    } head = { 0x20080522, 0 };
+    struct {
+        uint32_t effective, permitted, inheritable;
+    } sets[2];
+    if (syscall(SYS_capget, &head, sets) < 0)
+        child_fail(INTERNAL, "cannot read capabilities: %s", strerror(errno));
+    for (int i = 0; i < 2; i++) {
+        uint32_t kept = root ? sets[i].permitted & (uint32_t)(config.caps >> (32 * i)) : 0;
+        sets[i].effective = sets[i].permitted = kept;
+        sets[i].inheritable = 0;
+    }
+    if (syscall(SYS_capset, &head, sets) < 0)
+        child_fail(INTERNAL, "cannot set capabilities: %s", strerror(errno));
+}
+
+static void read_groups(struct mp_bytes raw, struct identity *who)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    uint32_t n = mp_get_array(&r);
+    if (n > sizeof who->groups / sizeof who->groups[0])
+        child_fail(INVALID_ARGUMENT, "more than 64 supplementary groups");
+    for (uint32_t i = 0; i < n; i++)
+        who->groups[i] = (gid_t)mp_get_u64(&r);
+    who->n_groups = (int)n;
+}
+
+static void become(struct mp_bytes user, struct mp_bytes groups, struct identity *who)
+{
+    if (!user.p)
+        user = config.user.n ? config.user : (struct mp_bytes){ (const uint8_t *)"root", 4 };
+    if (!account_find(user, who))
+        child_fail(NOT_FOUND, "no such user in the sandbox: %.*s", (int)user.n, user.p);
+    if (groups.p)
+        read_groups(groups, who);
+    install_bounds();
+    if (setgroups((size_t)who->n_groups, who->groups) < 0 ||
+        setresgid(who->gid, who->gid, who->gid) < 0 ||
+        setresuid(who->uid, who->uid, who->uid) < 0)
+        child_fail(errno == EINVAL ? INVALID_ARGUMENT : INTERNAL,
+                   "cannot become user %.*s (uid %u, gid %u): %s", (int)user.n, user.p, who->uid,
+                   who->gid, strerror(errno));
+    trim_capabilities(who->uid == 0);
+}
+
+/* Move a descriptor out of the range that is filled next; -1 stays. */
+static int lift(int fd)
+{
+    if (fd < 0)
+        return -1;
+    int lifted = fcntl(fd, F_DUPFD_CLOEXEC, 40);
+    if (lifted < 0)
+        child_fail(EXHAUSTED, "no descriptor left: %s", strerror(errno));
+    return lifted;
+}
+
+static void place(const struct child_fds *fds)
+{
+    int in = lift(fds->in < 0 ? null_fd : fds->in);
+    int out = lift(fds->out < 0 ? null_fd : fds->out);
+    int err = lift(fds->err < 0 ? null_fd : fds->err);
+    int feed = lift(fds->feed), status = lift(fds->status);
+    int ctl = lift(ctl_fd);
+    if (dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0 ||
+        dup3(ctl, CTL_FD, O_CLOEXEC) < 0)
+        child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
+    ctl_fd = CTL_FD;
+    if (feed >= 0 && (dup2(feed, SHELL_FEED_FD) < 0 || dup2(status, SHELL_STATUS_FD) < 0))
+        child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
+    syscall(SYS_close_range, CTL_FD + 1, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0);
+    if (feed >= 0)
+        syscall(SYS_close_range, SHELL_FEED_FD + 1, ~0U, 0);
+}
+
+static void reset_signals(void)
+{
+    struct sigaction standard = { .sa_handler = SIG_DFL };
+    sigset_t none;
+    sigaction(SIGPIPE, &standard, NULL);
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+}
+
+void child_enter(const struct child_fds *fds, struct mp_bytes user, struct mp_bytes groups,
+                 struct identity *who)
+{
+    ctl_fd = fds->ctl;
+    reset_signals();
+    setsid();
+    umask(022);
+    enter_namespaces();
+    if (config.nofile) {
+        struct rlimit limit;
+        getrlimit(RLIMIT_NOFILE, &limit);
+        rlim_t wanted = config.nofile < limit.rlim_max ? config.nofile : limit.rlim_max;
+        limit.rlim_cur = limit.rlim_max = wanted;
+        setrlimit(RLIMIT_NOFILE, &limit);
+    }
+    become(user, groups, who);
+    place(fds);
+}

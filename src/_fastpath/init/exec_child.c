@@ -1,0 +1,266 @@
+/* The last steps of a command: terminal, directory, environment, exec. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <termios.h>
+#include <unistd.h>
+
+#include "child.h"
+#include "config.h"
+#include "loop.h"
+
+#ifndef TIOCGPTPEER
+#define TIOCGPTPEER _IO('T', 0x41)
+#endif
+
+#define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+static struct mp_bytes bytes_of(const char *text)
+{
+    return (struct mp_bytes){ (const uint8_t *)text, strlen(text) };
+}
+
+/* Memory of this child only; it goes with the exec. */
+static char *arena, *arena_end;
+
+static char *take(size_t n)
+{
+    n = (n + 15) & ~(size_t)15;
+    if (!arena || (size_t)(arena_end - arena) < n)
+        child_fail(EXHAUSTED, "environment and arguments are too large");
+    char *p = arena;
+    arena += n;
+    return p;
+}
+
+static void arena_open(size_t n)
+{
+    arena = map_alloc(n);
+    arena_end = arena ? arena + n : NULL;
+}
+
+static char *text_of(struct mp_bytes bytes)
+{
+    char *text = take(bytes.n + 1);
+    memcpy(text, bytes.p, bytes.n);
+    text[bytes.n] = 0;
+    return text;
+}
+
+struct environment {
+    char **entries;
+    size_t n;
+};
+
+static void env_set(struct environment *env, struct mp_bytes key, struct mp_bytes value)
+{
+    char *entry = take(key.n + value.n + 2);
+    memcpy(entry, key.p, key.n);
+    entry[key.n] = '=';
+    memcpy(entry + key.n + 1, value.p, value.n);
+    entry[key.n + 1 + value.n] = 0;
+    for (size_t i = 0; i < env->n; i++)
+        if (strncmp(env->entries[i], entry, key.n + 1) == 0) {
+            env->entries[i] = entry;
+            return;
+        }
+    env->entries[env->n++] = entry;
+}
+
+static void env_merge(struct environment *env, struct mp_bytes raw)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    uint32_t n = raw.p ? mp_get_map(&r) : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct mp_bytes key = mp_get_str(&r), value = mp_get_str(&r);
+        env_set(env, key, value);
+    }
+}
+
+static const char *env_get(const struct environment *env, const char *key)
+{
+    size_t n = strlen(key);
+    for (size_t i = 0; i < env->n; i++)
+        if (strncmp(env->entries[i], key, n) == 0 && env->entries[i][n] == '=')
+            return env->entries[i] + n + 1;
+    return NULL;
+}
+
+static uint32_t pairs(struct mp_bytes raw)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    return raw.p ? mp_get_map(&r) : 0;
+}
+
+/* Defaults, then the sandbox's environment, then the call's. */
+static struct environment env_build(const struct identity *who, struct mp_bytes call, bool pty)
+{
+    struct environment env = { 0 };
+    size_t room = (size_t)pairs(config.env) + pairs(call) + 8;
+    env.entries = (char **)(void *)take(room * sizeof *env.entries);
+    env_set(&env, bytes_of("PATH"), bytes_of(DEFAULT_PATH));
+    env_set(&env, bytes_of("HOME"), bytes_of(who->home));
+    env_set(&env, bytes_of("USER"), bytes_of(who->name));
+    env_set(&env, bytes_of("LOGNAME"), bytes_of(who->name));
+    env_set(&env, bytes_of("SHELL"), bytes_of(who->shell));
+    if (pty)
+        env_set(&env, bytes_of("TERM"), bytes_of("xterm-256color"));
+    env_merge(&env, config.env);
+    env_merge(&env, call);
+    env.entries[env.n] = NULL;
+    return env;
+}
+
+static void enter_directory(struct mp_bytes cwd, const struct identity *who)
+{
+    struct mp_bytes workdir = config.workdir;
+    bool absolute = cwd.n && cwd.p[0] == '/';
+    if (!absolute && workdir.n) {
+        if (chdir(text_of(workdir)) < 0)
+            child_fail_errno(errno, "cannot enter the sandbox's workdir", workdir);
+    } else if (!absolute && chdir(who->home) < 0 && chdir("/") < 0) {
+        child_fail_errno(errno, "cannot enter", bytes_of("/"));
+    }
+    if (cwd.n && chdir(text_of(cwd)) < 0)
+        child_fail_errno(errno, "cannot enter cwd", cwd);
+}
+
+/* A terminal of the sandbox's own devpts, made with the user's rights so that it is the user's. */
+static void open_terminal(uint16_t rows, uint16_t cols)
+{
+    int master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
+    int locked = 0;
+    if (master < 0)
+        child_fail(UNSUPPORTED, "cannot open a terminal in the sandbox: %s", strerror(errno));
+    struct winsize size = { .ws_row = rows, .ws_col = cols };
+    int slave = -1;
+    if (ioctl(master, TIOCSPTLCK, &locked) == 0)
+        slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY);
+    if (slave < 0)
+        child_fail(UNSUPPORTED, "cannot open the terminal's slave: %s", strerror(errno));
+    ioctl(slave, TIOCSWINSZ, &size);
+    if (ioctl(slave, TIOCSCTTY, 0) < 0)
+        child_fail(UNSUPPORTED, "cannot take the terminal: %s", strerror(errno));
+    if (!child_send(REPORT_PTY, NULL, 0, master))
+        child_fail(EXHAUSTED, "cannot hand the terminal over: %s", strerror(errno));
+    dup2(slave, 0);
+    dup2(slave, 1);
+    dup2(slave, 2);
+    close(slave);
+    close(master);
+}
+
+/* exec, and as execvp does: a text file without an interpreter line is a shell script. */
+static int try_exec(const char *path, char **argv, size_t argc, char **env)
+{
+    execve(path, argv, env);
+    if (errno != ENOEXEC)
+        return errno;
+    char **script = (char **)(void *)take((argc + 3) * sizeof *script);
+    script[0] = (char *)(uintptr_t) "/bin/sh";
+    script[1] = (char *)(uintptr_t)path;
+    memcpy(script + 2, argv + 1, argc * sizeof *script);
+    execve("/bin/sh", script, env);
+    return ENOEXEC;
+}
+
+static int search_exec(const char *name, char **argv, size_t argc, const struct environment *env)
+{
+    const char *path = env_get(env, "PATH");
+    char full[MAX_PATH];
+    int worst = ENOENT;
+    if (strchr(name, '/'))
+        return try_exec(name, argv, argc, env->entries);
+    if (!*name)
+        return ENOENT;
+    for (const char *p = path ? path : DEFAULT_PATH;;) {
+        size_t n = strcspn(p, ":");
+        int need = snprintf(full, sizeof full, "%.*s%s%s", (int)n, p, n ? "/" : "", name);
+        if (need > 0 && (size_t)need < sizeof full) {
+            int err = try_exec(full, argv, argc, env->entries);
+            if (err == EACCES)
+                worst = EACCES; /* a later directory may still have one that runs */
+            else if (err != ENOENT && err != ENOTDIR)
+                return err;
+        }
+        if (!p[n])
+            return worst;
+        p += n + 1;
+    }
+}
+
+static _Noreturn void run(char **argv, size_t argc, const struct environment *env)
+{
+    const char *name = argv[0];
+    int err = search_exec(name, argv, argc, env);
+    struct mp_bytes shown = bytes_of(name);
+    if (err == ENOENT && strchr(name, '/') && access(name, F_OK) == 0)
+        child_fail_errno(err, "the interpreter is missing of", shown);
+    if (err == ENOENT)
+        child_fail(NOT_FOUND, "no such command: %.150s", name);
+    if (err == EACCES)
+        child_fail(PERMISSION_DENIED, "not executable by this user: %.150s", name);
+    child_fail_errno(err, "cannot execute", shown);
+}
+
+static const char *default_shell(void)
+{
+    return access("/bin/bash", X_OK) == 0 ? "/bin/bash" : "/bin/sh";
+}
+
+static char **argv_of_shell(const char *shell, const char *text)
+{
+    char **argv = (char **)(void *)take(4 * sizeof *argv);
+    argv[0] = (char *)(uintptr_t)shell;
+    argv[1] = (char *)(uintptr_t) "-c";
+    argv[2] = (char *)(uintptr_t)text;
+    argv[3] = NULL;
+    return argv;
+}
+
+_Noreturn void exec_child(const struct exec_args *args, const struct child_fds *fds)
+{
+    struct identity who;
+    child_enter(fds, args->user, args->groups, &who);
+    struct mp_reader r = mp_reader_of(args->argv.p, args->argv.n);
+    size_t argc = args->argv.p ? mp_get_array(&r) : 3;
+    /* Each string and pointer is rounded up to 16 bytes. */
+    size_t entries = argc + pairs(config.env) + pairs(args->env) + 64;
+    arena_open(args->argv.n + args->shell.n + config.env.n + args->env.n + entries * 64 + 65536);
+    if (args->pty)
+        open_terminal(args->rows, args->cols);
+    enter_directory(args->cwd, &who);
+    struct environment env = env_build(&who, args->env, args->pty);
+    if (args->shell.p)
+        run(argv_of_shell(default_shell(), text_of(args->shell)), 3, &env);
+    char **argv = (char **)(void *)take((argc + 1) * sizeof *argv);
+    for (size_t i = 0; i < argc; i++)
+        argv[i] = text_of(mp_get_bytes(&r));
+    argv[argc] = NULL;
+    run(argv, argc, &env);
+}
+
+/* One line per command on 9: 'e' and the text itself, or 'b' and the text with newlines and
+ * backslashes escaped for printf %b; the status goes to 8. `command eval`, because a syntax error
+ * inside a bare eval ends a POSIX shell. */
+static const char driver[] =
+    "while IFS= read -r DSEC_LINE <&9; do case $DSEC_LINE in "
+    "e*) command eval \"${DSEC_LINE#?}\" 9<&- 8>&- ;; "
+    "*) command eval \"$(printf %b \"${DSEC_LINE#?}\" 9<&- 8>&-)\" 9<&- 8>&- ;; "
+    "esac; printf '%d\\n' \"$?\" >&8; done";
+
+_Noreturn void shell_child(const struct session_args *args, const struct child_fds *fds)
+{
+    struct identity who;
+    child_enter(fds, args->user, (struct mp_bytes){ 0 }, &who);
+    size_t entries = pairs(config.env) + pairs(args->env) + 64;
+    arena_open(config.env.n + args->env.n + entries * 64 + 65536);
+    enter_directory(args->cwd, &who);
+    struct environment env = env_build(&who, args->env, false);
+    const char *shell = args->shell.n ? text_of(args->shell) : default_shell();
+    run(argv_of_shell(shell, driver), 3, &env);
+}

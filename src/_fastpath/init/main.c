@@ -1,0 +1,36 @@
+/* dsec-init: PID 1 of a sandbox and its agent (docs/protocol.md). */
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "conn.h"
+#include "process.h"
+#include "serve.h"
+
+static int die(const char *what)
+{
+    dprintf(2, "dsec-init: %s\n", what);
+    return 64;
+}
+
+int main(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--any-peer") != 0)
+            return die("usage: dsec-init [--any-peer]  (descriptors: see docs/protocol.md)");
+        config.any_peer = true;
+    }
+    const char *problem = config_read(FD_CONFIG);
+    if (!problem && loop_open() < 0)
+        problem = "epoll failed";
+    if (!problem)
+        problem = process_open();
+    if (!problem && (!scratch_open() || !conns_open(FD_LISTEN)))
+        problem = "descriptor 3 is not a socket to answer on";
+    if (problem)
+        return die(problem);
+    for (;;)
+        serve_round(-1);
+}

@@ -1,0 +1,174 @@
+#define _GNU_SOURCE
+#include "process.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/statvfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "job.h"
+#include "loop.h"
+#include "session.h"
+#include "transfer.h"
+
+bool namespace_given[5];
+int null_fd = -1;
+static int oom_fd = -1;
+static struct source children;
+
+static void children_ready(struct source *source, uint32_t events)
+{
+    struct signalfd_siginfo pending[8];
+    (void)events;
+    while (read(source->fd, pending, sizeof pending) > 0)
+        ;
+    int status;
+    pid_t pid;
+    bool any = false;
+    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
+        any = true;
+        if (!jobs_reap(pid, status) && !sessions_reap(pid, status))
+            transfers_reap(pid);
+    }
+    if (any)
+        cgroups_sweep();
+}
+
+static void adopt_descriptors(void)
+{
+    for (int fd = FD_LISTEN; fd < FD_FIRST_FREE; fd++) {
+        bool given = fcntl(fd, F_SETFD, FD_CLOEXEC) == 0;
+        if (fd == FD_SPOOL)
+            config.has_spool = given;
+        if (fd == FD_CGROUP)
+            config.has_cgroup = given;
+        if (fd >= FD_USERNS)
+            namespace_given[fd - FD_USERNS] = given;
+    }
+}
+
+const char *process_open(void)
+{
+    struct rlimit files;
+    sigset_t mask;
+    adopt_descriptors();
+    if (config.oom_score_adj)
+        oom_fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); /* for a run that is not PID 1 */
+    prctl(PR_SET_NAME, "dsec-init", 0, 0, 0);
+    if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
+        files.rlim_cur = files.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &files);
+    }
+    null_fd = open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (null_fd < 0)
+        return "/dev/null cannot be opened";
+    signal(SIGPIPE, SIG_IGN);
+    sigfillset(&mask); /* nothing interrupts init; SIGCHLD comes through the descriptor */
+    sigprocmask(SIG_SETMASK, &mask, NULL);
+    sigemptyset(&mask);
+    sigaddset(&mask, SIGCHLD);
+    int fd = signalfd(-1, &mask, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (fd < 0 || !source_open(&children, fd, EPOLLIN, children_ready))
+        return "signalfd failed";
+    return NULL;
+}
+
+void oom_score_raise(bool raised)
+{
+    char text[16];
+    if (oom_fd < 0)
+        return;
+    int n = snprintf(text, sizeof text, "%d", raised ? config.oom_score_adj : 0);
+    if (pwrite(oom_fd, text, (size_t)n, 0) < 0 && raised) {
+        close(oom_fd); /* refused once, refused always: lowering needs CAP_SYS_RESOURCE */
+        oom_fd = -1;
+    }
+}
+
+bool disk_is_full(void)
+{
+    struct statvfs fs;
+    if (statvfs("/", &fs) < 0)
+        return false;
+    /* Writers see ENOSPC a few blocks before zero where the file system reserves for metadata. */
+    return (fs.f_blocks && fs.f_bavail < 16) || (fs.f_files && fs.f_favail == 0);
+}
+
+/* Parent and session of a process by /proc/<pid>/stat; false when it is gone. */
+static bool read_stat(int proc, const char *pid, pid_t *parent, pid_t *session)
+{
+    char path[32], text[512];
+    snprintf(path, sizeof path, "%.16s/stat", pid);
+    int fd = openat(proc, path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (n <= 0)
+        return false;
+    text[n] = 0;
+    char *after = strrchr(text, ')'); /* the name before may hold anything */
+    int group;
+    return after && sscanf(after, ") %*c %d %d %d", parent, &group, session) == 3;
+}
+
+struct entry {
+    pid_t pid, parent, session;
+    bool doomed;
+};
+
+#define ENTRIES 8192
+
+static int read_processes(struct entry *entries)
+{
+    DIR *dir = opendir("/proc");
+    int n = 0;
+    if (!dir)
+        return 0;
+    for (struct dirent *d; n < ENTRIES && (d = readdir(dir));) {
+        struct entry *e = &entries[n];
+        e->pid = atoi(d->d_name);
+        e->doomed = false;
+        if (e->pid > 0 && read_stat(dirfd(dir), d->d_name, &e->parent, &e->session))
+            n++;
+    }
+    closedir(dir);
+    return n;
+}
+
+void tree_kill(pid_t root)
+{
+    struct entry *entries = map_alloc(ENTRIES * sizeof *entries);
+    for (int round = 0, killed = 1; entries && killed && round < 10; round++) {
+        int n = read_processes(entries);
+        killed = 0;
+        for (int again = 1; again;) {
+            again = 0;
+            for (int i = 0; i < n; i++) {
+                struct entry *e = &entries[i];
+                bool below = e->pid == root || e->session == root;
+                for (int k = 0; k < n && !below; k++)
+                    below = entries[k].doomed && entries[k].pid == e->parent;
+                if (below && !e->doomed && e->pid != getpid())
+                    e->doomed = again = true;
+            }
+        }
+        for (int i = 0; i < n; i++)
+            if (entries[i].doomed && entries[i].pid != root)
+                killed += kill(entries[i].pid, SIGKILL) == 0;
+        kill(root, SIGKILL);
+    }
+    map_free(entries, ENTRIES * sizeof *entries);
+}

@@ -1,0 +1,28 @@
+#include "serve.h"
+
+#include "conn.h"
+#include "job.h"
+#include "session.h"
+
+static uint64_t due; /* the next deadline, 0: none */
+
+static uint64_t sooner(uint64_t a, uint64_t b)
+{
+    return !a ? b : !b || a < b ? a : b;
+}
+
+void serve_round(int limit_ms)
+{
+    int timeout = limit_ms;
+    if (due) {
+        uint64_t now = now_us();
+        uint64_t wait = due > now ? (due - now + 999) / 1000 : 0;
+        if (limit_ms < 0 || wait < (uint64_t)limit_ms)
+            timeout = wait > 3600000 ? 3600000 : (int)wait;
+    }
+    loop_round(timeout);
+    uint64_t now = now_us();
+    due = sooner(jobs_tick(now), sessions_tick(now));
+    due = sooner(due, conns_tick(now));
+    scratch_trim();
+}

@@ -1,0 +1,8 @@
+/* One turn of the agent: events, then everything that is due. */
+#ifndef DSEC_SERVE_H
+#define DSEC_SERVE_H
+
+/* Wait at most `limit_ms` (-1: as long as nothing is due). */
+void serve_round(int limit_ms);
+
+#endif

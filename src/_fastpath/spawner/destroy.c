@@ -1,0 +1,81 @@
+#include "spawner/destroy.h"
+
+#include <poll.h>
+#include <signal.h>
+
+#include "native/kernel.h"
+#include "native/tree.h"
+#include "spawner/steps.h"
+
+static int kill_cgroup(const struct host *host, const char *path)
+{
+    int directory = host_open(host, path, O_PATH | O_DIRECTORY);
+    if (directory < 0)
+        return directory == -ENOENT ? 0 : directory;
+    int fd = openat(directory, "cgroup.kill", O_WRONLY | O_CLOEXEC);
+    int error = fd < 0 || write(fd, "1", 1) < 0 ? -errno : 0;
+    if (fd >= 0)
+        close(fd);
+    close(directory);
+    /* A group that goes away between the two opens has no process either. */
+    return error == -ENODEV || error == -ENOENT ? 0 : error;
+}
+
+int begin_destroy(struct destruction *d, const struct host *host)
+{
+    d->step = "kill";
+    d->deadline_ns = now_ns() + (uint64_t)d->plan.timeout_ms * 1000000u;
+    int error = *d->plan.cgroup ? kill_cgroup(host, d->plan.cgroup) : 0;
+    if (error == 0 && d->pidfd >= 0 &&
+        syscall(SYS_pidfd_send_signal, d->pidfd, SIGKILL, NULL, 0) < 0 && errno != ESRCH)
+        error = -errno;
+    return error;
+}
+
+static int remove_group(const struct host *host, const char *path)
+{
+    const char *name;
+    int parent = host_parent(host, path, &name);
+    if (parent < 0)
+        return parent == -ENOENT ? 0 : parent;
+    int error = remove_cgroup(parent, name);
+    close(parent);
+    return error;
+}
+
+static int remove_rest(struct destruction *d, const struct host *host)
+{
+    d->step = "runtime_dir";
+    int error = host_remove(host, d->plan.runtime_dir);
+    if (error == 0) {
+        d->step = "upper";
+        error = host_remove(host, d->plan.upper_dir);
+    }
+    if (error == 0) {
+        d->step = "spool_dir";
+        error = host_remove(host, d->plan.spool_dir);
+    }
+    return error;
+}
+
+int finish_destroy(struct destruction *d, const struct host *host)
+{
+    bool late = now_ns() > d->deadline_ns;
+
+    if (d->pidfd >= 0) {
+        struct pollfd entry = { .fd = d->pidfd, .events = POLLIN };
+        d->step = "death";
+        if (poll(&entry, 1, 0) == 0)
+            return late ? -ETIMEDOUT : -EAGAIN;
+        close_if(&d->pidfd);
+    }
+    if (*d->plan.cgroup) {
+        d->step = "cgroup";
+        int error = remove_group(host, d->plan.cgroup);
+        if (error == -EBUSY)
+            return late ? -ETIMEDOUT : -EAGAIN; /* a dying process still counts for a moment */
+        if (error < 0)
+            return error;
+    }
+    return remove_rest(d, host);
+}

@@ -1,0 +1,1 @@
+"""The daemon's front: sockets, authorisation, operations, and the proxy into sandboxes."""

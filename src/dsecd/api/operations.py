@@ -1,0 +1,202 @@
+"""The operations of the daemon itself: name → typed arguments → engine.
+
+Adding one is a line in `Operations.table` and a method. Quick ones are plain functions and are
+answered in the same turn of the loop; the others run as a task (`LocalCall`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dsecd import __version__
+from dsecd.api.local import LocalCall
+from dsecd.engine.manager import Manager
+from dsecd.engine.sandbox import Sandbox
+from libdsec import model
+from libdsec.errors import DSecError, InvalidArgument, Timeout, to_wire
+
+MAX_BATCH = 100_000  # keys of one create_many
+_FIELD = re.compile(r" - at `\$\.?([^`]*)`")
+Nothing = type(None)
+
+
+class Operation:
+    """A table entry: how to decode the arguments, and who answers."""
+
+    __slots__ = ("_decoder", "handler", "name", "quick")
+
+    def __init__(self, name: str, args: Any, handler: Callable[..., Any], quick: bool) -> None:
+        self.name, self.handler, self.quick = name, handler, quick
+        self._decoder = msgspec.msgpack.Decoder(args)
+
+    def decode(self, raw: msgspec.Raw) -> Any:
+        """Return the typed arguments. Raises `InvalidArgument` naming the field."""
+        try:
+            return self._decoder.decode(raw)
+        except msgspec.DecodeError as error:
+            text = str(error)
+            found = _FIELD.search(text) or re.search(r"field `([^`]*)`", text)
+            field = found.group(1) if found else ""
+            raise InvalidArgument(f"{self.name}: {text}", field=field) from error
+
+
+class Operations:
+    """The table, bound to one engine."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._started = time.monotonic()
+        entries: list[tuple[str, Any, Callable[..., Any], bool]] = [
+            ("sandbox.create", model.CreateArgs, self.create, False),
+            ("sandbox.create_many", model.CreateManyArgs, self.create_many, False),
+            ("sandbox.get", model.SandboxRef, self.get, True),
+            ("sandbox.stop", model.SandboxRef, self.stop, False),
+            ("sandbox.list", model.ListArgs, self.select, True),
+            ("sandbox.set_timeout", model.SetTimeout, self.set_timeout, True),
+            ("sandbox.metrics", model.SandboxRef, self.metrics, False),
+            ("events.subscribe", model.EventFilter, self.subscribe, False),
+            ("host.check", msgspec.Raw, self.check, True),
+            ("host.stats", msgspec.Raw, self.stats, True),
+            ("layer.list", msgspec.Raw, self.layer_list, False),
+            ("layer.import", model.LayerImport, self.layer_import, False),
+            ("layer.remove", model.LayerRef, self.layer_remove, False),
+        ]
+        self.table = {name: Operation(name, *rest) for name, *rest in entries}
+
+    # --- sandboxes
+
+    async def create(self, call: LocalCall, args: model.CreateArgs) -> model.SandboxInfo:
+        owner = _owner(call)
+        try:
+            async with asyncio.timeout(args.timeout_s):
+                sandbox = await self._manager.create(owner, args.key, args.args)
+        except TimeoutError:
+            self._give_up(owner, args.key, 0.0)
+            raise Timeout(f"not running after {args.timeout_s:g} s; the create is undone") from None
+        except asyncio.CancelledError:
+            self._give_up(owner, args.key, self._grace(call))
+            raise
+        _hand_over(call, sandbox)
+        return sandbox.info()
+
+    async def create_many(self, call: LocalCall, args: model.CreateManyArgs) -> None:
+        if len(args.keys) > MAX_BATCH or len(set(args.keys)) != len(args.keys):
+            raise InvalidArgument(f"keys: at most {MAX_BATCH}, all different", field="keys")
+        owner = _owner(call)
+        pending = set(args.keys)
+        try:
+            async with asyncio.timeout(args.timeout_s):
+                batch = self._manager.create_many(owner, args.keys, args.args)
+                async with contextlib.aclosing(batch) as outcomes:
+                    async for key, outcome in outcomes:
+                        await call.send(_created(key, outcome))
+                        pending.discard(key)
+                        if isinstance(outcome, Sandbox):
+                            _hand_over(call, outcome)
+        except TimeoutError:
+            self._give_up_all(owner, pending, 0.0)
+            raise Timeout(
+                f"{len(pending)} of {len(args.keys)} were not running after {args.timeout_s:g} s; "
+                "these are undone"
+            ) from None
+        except asyncio.CancelledError:
+            self._give_up_all(owner, pending, self._grace(call))
+            raise
+
+    def _give_up_all(self, owner: str, keys: set[str], grace_s: float) -> None:
+        for key in keys:
+            self._give_up(owner, key, grace_s)
+
+    def _give_up(self, owner: str, key: str, grace_s: float) -> None:
+        sandbox = self._manager.by_key(owner, key)
+        if sandbox is not None:
+            self._manager.abandon(sandbox, grace_s)
+
+    def _grace(self, call: LocalCall) -> float:
+        """A lost client may come back with its key; one that cancels has said what it wants."""
+        return self._manager.config.limits.unclaimed_grace_s if call.client_lost else 0.0
+
+    def get(self, call: LocalCall, args: model.SandboxRef) -> model.SandboxInfo:
+        return self._manager.get(args.id).info(with_args=True)
+
+    async def stop(self, call: LocalCall, args: model.SandboxRef) -> model.SandboxInfo:
+        call.connection.fresh.discard(args.id)
+        return (await self._manager.stop(args.id)).info()
+
+    def select(self, call: LocalCall, args: model.ListArgs) -> list[model.SandboxInfo]:
+        return [sandbox.info() for sandbox in self._manager.select(args.labels, args.all)]
+
+    def set_timeout(self, call: LocalCall, args: model.SetTimeout) -> model.SandboxInfo:
+        value = args.ttl_running_stop
+        if value is not None and not 0 < value < 1e9:
+            raise InvalidArgument("ttl_running_stop: above 0, or none", field="ttl_running_stop")
+        sandbox = self._manager.get(args.id)
+        self._manager.set_timeout(sandbox, value)
+        return sandbox.info()
+
+    async def metrics(self, call: LocalCall, args: model.SandboxRef) -> model.Metrics:
+        return await self._manager.metrics(args.id)
+
+    async def subscribe(self, call: LocalCall, args: model.EventFilter) -> None:
+        events = self._manager.events.subscribe(args.sandbox)
+        try:
+            async for event in events:
+                await call.send(event)
+        finally:
+            self._manager.events.unsubscribe(events)
+
+    # --- host
+
+    def check(self, call: LocalCall, args: msgspec.Raw) -> list[model.Feature]:
+        return self._manager.backend.features()
+
+    def stats(self, call: LocalCall, args: msgspec.Raw) -> model.HostStats:
+        admission = self._manager.admission
+        reading = admission.reading()
+        return model.HostStats(
+            node=self._manager.config.node,
+            version=__version__,
+            uptime_s=time.monotonic() - self._started,
+            sandboxes=admission.sandboxes,
+            sandboxes_max=admission.limits.sandboxes,
+            memory_total_bytes=reading.memory_total_bytes,
+            memory_available_bytes=reading.memory_available_bytes,
+            memory_requested_bytes=admission.memory_requested,
+            cpus=admission.host.cpus,
+            cpu_requested=round(admission.cpu_requested, 3),
+        )
+
+    async def layer_list(self, call: LocalCall, args: msgspec.Raw) -> list[model.LayerInfo]:
+        return await self._manager.backend.layers().list()
+
+    async def layer_import(self, call: LocalCall, args: model.LayerImport) -> model.LayerInfo:
+        layers = self._manager.backend.layers()
+        return await layers.import_(args.name, args.source, args.replace)
+
+    async def layer_remove(self, call: LocalCall, args: model.LayerRef) -> None:
+        await self._manager.backend.layers().remove(args.name)
+
+
+def _owner(call: LocalCall) -> str:
+    principal = call.connection.principal
+    return principal.name if principal is not None else ""
+
+
+def _hand_over(call: LocalCall, sandbox: Sandbox) -> None:
+    """The answer about `sandbox` is being sent: it is the client's now, unless it never reads."""
+    if sandbox.id not in call.connection.fresh:
+        call.connection.fresh.add(sandbox.id)
+        sandbox.claims += 1
+
+
+def _created(key: str, outcome: Sandbox | DSecError) -> model.Created:
+    if isinstance(outcome, Sandbox):
+        return model.Created(key=key, info=outcome.info())
+    return model.Created(key=key, error=to_wire(outcome))

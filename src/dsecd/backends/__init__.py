@@ -1,0 +1,1 @@
+"""Kinds of sandboxes. Each module implements `abc.Backend`; none imports another."""

@@ -1,0 +1,170 @@
+"""The contract between the engine and what a sandbox runs in.
+
+Vocabulary
+    *spec*      what the caller asked for, validated (`dsecd.model.Spec`).
+    *handle*    everything a sandbox holds on the host, as data: versioned, goes to the journal
+    before
+                anything is made, and is all that is needed to free or to re-adopt the sandbox
+                later.
+    *instance*  a running sandbox: its (completed) handle and the channel to its agent.
+    *channel*   multiplexed calls to the agent inside; its loss is the sandbox's death.
+    *listener*  where a backend reports what happens by itself: death, OOM.
+
+Lifecycle of one sandbox::
+
+    handle = backend.prepare(id, spec)       # takes from pools only; undone by `release`
+    journal.intend(handle)                   # a crash from here on is cleaned by `destroy(handle)`
+    instance = await backend.create(handle, spec)
+    journal.running(instance.handle)
+    ...                                      # calls through instance.channel; listener.died(id,
+    death) await backend.destroy(instance.handle)   # idempotent; also for a handle that never ran
+
+After a restart of the daemon the engine calls `recover(handle)` for every journalled handle, then
+`destroy` for those that answered None, then `sweep(known)`, which removes whatever carries this
+daemon's names and belongs to nobody. `prepare` is called only after that.
+
+A failed or cancelled `create` may leave things behind: the engine calls `destroy` at once, so there
+is one way to undo whatever stage was reached. A handle is destroyed until that succeeds: `destroy`
+may raise `DSecError`, and is then tried again later.
+
+Worked example (`fake.py` is a complete one): a backend for WebAssembly would put its module's
+digest and memory reservation in the handle, start the instance in a worker process in `create`,
+report the worker's exit through `listener.died`, and declare ``Capabilities(network=("none",),
+pty=False)``. The engine never asks for a backend's name: it reads its capabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from dsecd.model import Death, Spec
+from libdsec.model import Feature, LayerInfo
+
+HANDLE_VERSION = 1
+
+
+class Handle(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox holds. `resources` is the backend's own record, msgpack-encoded."""
+
+    sandbox: str
+    backend: str
+    version: int = HANDLE_VERSION
+    resources: bytes = b""
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend can do, as data; the engine refuses what is not in here."""
+
+    network: tuple[str, ...] = ("none",)
+    upper: tuple[str, ...] = ("auto", "memory", "disk")
+    survives_daemon: bool = False  # sandboxes live on when the daemon ends
+    oom: bool = False  # reports OOM kills
+    layers: bool = False
+    files_each: int = 0  # descriptors that a sandbox costs the daemon
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox uses now."""
+
+    memory_bytes: int = 0
+    cpu_usage_s: float = 0.0
+    pids: int = 0
+    oom_kills: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0  # 0: as asked
+    rx_bytes: int = 0
+    tx_bytes: int = 0
+
+
+class Call(Protocol):
+    """One open call on a channel, seen from the caller."""
+
+    def send_item(self, data: msgspec.Raw) -> None: ...
+    def end(self) -> None: ...
+    def cancel(self) -> None: ...
+    def grant(self, n: int) -> None: ...
+
+
+class Receiver(Protocol):
+    """Where the answers of one call go; called from the event loop, must not raise or block."""
+
+    def on_item(self, data: msgspec.Raw) -> None: ...
+    def on_credit(self, n: int) -> None: ...
+    def on_reply(self, result: msgspec.Raw) -> None: ...
+    def on_failure(self, error: dict[str, object]) -> None: ...
+
+
+class Channel(Protocol):
+    """Calls into a sandbox. After its loss every open call fails and `open` raises."""
+
+    def open(self, op: str, args: msgspec.Raw, receiver: Receiver) -> Call: ...
+    def close(self) -> None: ...
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True):
+    """A running sandbox."""
+
+    handle: Handle
+    channel: Channel
+    pid: int = 0
+    address: str = ""
+    address6: str = ""
+    notes: tuple[str, ...] = ()
+    steps_us: Mapping[str, int] = {}  # time of each step of the creation
+
+
+class Listener(Protocol):
+    """The engine's ears; called from the event loop."""
+
+    def died(self, sandbox: str, death: Death) -> None: ...
+    def oom(self, sandbox: str, kills: int) -> None: ...
+
+
+class Layers(Protocol):
+    """Layers a backend can start from."""
+
+    async def list(self) -> list[LayerInfo]: ...
+    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo: ...
+    async def remove(self, name: str) -> None: ...
+
+
+class Backend(Protocol):
+    """See the module's docstring."""
+
+    name: str
+    capabilities: Capabilities
+
+    async def start(self, listener: Listener) -> None:
+        """Make pools and start helper processes. Raises `Unsupported` with the reason."""
+
+    def prepare(self, sandbox: str, spec: Spec) -> Handle:
+        """Take what `spec` needs. Raises `Exhausted`, `NotFound` (image), `InvalidArgument`."""
+
+    def release(self, handle: Handle) -> None:
+        """Undo `prepare` for a handle that was never passed to `create`."""
+
+    async def create(self, handle: Handle, spec: Spec) -> Instance: ...
+    async def destroy(self, handle: Handle) -> None: ...
+
+    async def recover(self, handle: Handle) -> Instance | None:
+        """Re-adopt a live sandbox, or None when it is dead."""
+
+    async def sweep(self, known: Collection[str]) -> Iterable[str]:
+        """Remove left-overs of sandboxes not in `known`; return what was removed, for the log."""
+
+    async def usage(self, handle: Handle) -> Usage: ...
+
+    def oom_kills(self, handle: Handle) -> int:
+        """A cheap counter read."""
+
+    def pools(self) -> Mapping[str, float]:
+        """Depth of each pool, for metrics."""
+
+    def features(self) -> list[Feature]: ...
+    def layers(self) -> Layers: ...
+
+    async def close(self) -> None:
+        """End helpers and pools; live sandboxes are left alone."""

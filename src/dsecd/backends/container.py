@@ -1,0 +1,430 @@
+"""Sandboxes as containers: user, mount, PID, IPC, UTS, network and cgroup namespaces of this
+kernel.
+
+What one container holds is a `Holding`; `create` fills it from top to bottom and `destroy` empties
+it from bottom to top, field by field, so that there is one way to undo whatever stage was reached.
+Of all that, only what outlives a killed daemon is in the handle (`Held`): descriptors of namespaces
+and of the slot's spawner go with the process, interfaces and directories are found by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Usage
+from dsecd.backends.agent import AgentChannel
+from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_plan import (
+    MEMORY_UPPER_SHARE,
+    Resources,
+    compile_plan,
+    memory_upper_bytes,
+    on_disk,
+    runtime_dir,
+    spool_dir,
+)
+from dsecd.config import Config
+from dsecd.host import processes
+from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
+from dsecd.host.netns import Netns
+from dsecd.host.network import Attachment
+from dsecd.host.plan import DestroyPlan
+from dsecd.host.ranges import Range
+from dsecd.host.settle import settle
+from dsecd.host.spawner import Spawned
+from dsecd.host.upper import Upper
+from dsecd.model import Death, Spec
+from libdsec.errors import DSecError, Internal
+from libdsec.model import Feature
+
+logger = logging.getLogger("dsecd.container")
+CONNECT_TIMEOUT_S = 10.0
+DESTROY_TIMEOUT_MS = 10_000
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """The journalled part of a holding."""
+
+    range_index: int
+    layers: list[tuple[str, str]]  # digest and image path, bottom first
+    upper: Upper | None = None
+    attachment: Attachment | None = None
+    slot: str = ""
+    cpus: tuple[int, ...] = ()
+    pid: int = 0
+    start_ticks: int = 0
+    upper_bytes: int = 0
+
+
+class Holding:
+    """All that one container holds, in the order in which it is taken."""
+
+    __slots__ = (
+        "attachment", "cgroup", "channel", "cpus", "layers", "netns", "pid", "pidfd", "range",
+        "sandbox", "slot", "upper", "upper_bytes", "watch",
+    )  # fmt: skip
+
+    def __init__(self, sandbox: str) -> None:
+        self.sandbox = sandbox
+        self.range: Range | None = None
+        self.layers: list[tuple[str, str]] = []
+        self.upper: Upper | None = None
+        self.upper_bytes = 0
+        self.cpus: tuple[int, ...] = ()
+        self.netns: Netns | None = None
+        self.attachment: Attachment | None = None
+        self.cgroup: SandboxCgroup | None = None
+        self.slot: Slot | None = None
+        self.pid = 0
+        self.pidfd = -1
+        self.channel: AgentChannel | None = None
+        self.watch: OomWatch | None = None
+
+    def handle(self) -> Handle:
+        assert self.range is not None
+        held = Held(
+            range_index=self.range.index,
+            layers=self.layers,
+            upper=self.upper,
+            attachment=self.attachment,
+            slot=self.slot.name if self.slot is not None else "",
+            cpus=self.cpus,
+            pid=self.pid,
+            start_ticks=processes.start_ticks(self.pid) if self.pid else 0,
+            upper_bytes=self.upper_bytes,
+        )
+        return Handle(
+            sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)
+        )
+
+
+class ContainerBackend:
+    """See the module's docstring, and `abc.Backend` for the contract."""
+
+    name = "container"
+
+    def __init__(self, config: Config) -> None:
+        self.capabilities = Capabilities(
+            network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=5
+        )
+        self._host = ContainerHost(config)
+        self._holdings: dict[str, Holding] = {}
+        self._listener: Listener | None = None
+
+    async def start(self, listener: Listener) -> None:
+        self._listener = listener
+        await self._host.start()
+
+    async def close(self) -> None:
+        for holding in self._holdings.values():
+            self._deafen(holding)
+            if holding.pidfd >= 0:
+                os.close(holding.pidfd)
+                holding.pidfd = -1
+        idle = not self._holdings
+        await self._host.close(leave_nothing=idle)
+        self._holdings.clear()
+
+    # --- create ---------------------------------------------------------------------------------
+
+    def prepare(self, sandbox: str, spec: Spec) -> Handle:
+        host = self._host
+        layer = host.store.resolve(spec.image)
+        holding = Holding(sandbox)
+        with contextlib.ExitStack() as undo:
+            host.mounts.acquire(layer.digest, layer.path)
+            undo.callback(host.mounts.release, layer.digest)
+            holding.layers.append((layer.digest, str(layer.path)))
+            holding.range = host.ranges.acquire()
+            undo.callback(host.ranges.release, holding.range)
+            if on_disk(spec, host.disk_uppers):
+                holding.upper = host.uppers.plan(sandbox, spec.disk_bytes)
+                holding.upper_bytes = holding.upper.limit_bytes
+            else:
+                holding.upper_bytes = memory_upper_bytes(spec)
+            holding.cpus = host.cpu_load.choose(host.tree.cpu_count(spec.cpu_cores))
+            undo.pop_all()
+        self._holdings[sandbox] = holding
+        return holding.handle()
+
+    def release(self, handle: Handle) -> None:
+        holding = self._holdings.pop(handle.sandbox, None)
+        if holding is not None:
+            self._give_back_pooled(holding)
+
+    async def create(self, handle: Handle, spec: Spec) -> Instance:
+        host, holding = self._host, self._holdings[handle.sandbox]
+        if holding.upper is not None:
+            await host.uppers.make(holding.upper)
+        holding.netns = await host.netns.acquire()
+        if spec.network == "nat":
+            holding.attachment = await host.nat.attach(holding.netns, holding.sandbox)
+        assert holding.range is not None
+        holding.cgroup = host.driver.make(holding.sandbox, holding.range.owner_uid)
+        spawned = await self._spawn(holding, spec)
+        holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
+        holding.watch = host.driver.watch_oom(
+            holding.cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
+        )
+        await self._connect(holding)
+        return self._instance(holding, spec, spawned.micros)
+
+    async def _spawn(self, holding: Holding, spec: Spec) -> Spawned:
+        """Have a spawner make the container; not interruptible, so that nothing is half-known."""
+        host = self._host
+        assert holding.range is not None and holding.netns is not None
+        assert holding.cgroup is not None
+        slot = await host.spawners.reserve()
+        try:
+            plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
+            with host.mounts.lowers([digest for digest, _ in holding.layers]) as lowers:
+                fds = [holding.cgroup.fd, holding.range.userns_fd, holding.netns.fd, *lowers]
+                work = asyncio.ensure_future(host.spawners.create(plan, fds, slot))
+                cancelled = await settle(work)
+        except BaseException:
+            host.spawners.cancel(slot)
+            raise
+        holding.cgroup.close()
+        spawned = work.result()
+        holding.slot = slot  # type: ignore[assignment]
+        if cancelled:
+            holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
+            raise asyncio.CancelledError
+        return spawned
+
+    def _resources(self, holding: Holding, spec: Spec, slot: object) -> Resources:
+        host = self._host
+        assert holding.range is not None and holding.cgroup is not None
+        target = slot if isinstance(slot, Slot) else holding.cgroup
+        return Resources(
+            sandbox=holding.sandbox,
+            uid_base=holding.range.uid_base,
+            owner_uid=holding.range.owner_uid,
+            lowers=len(holding.layers),
+            writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
+            upper=holding.upper,
+            attachment=holding.attachment,
+            cpus=holding.cpus,
+            cpu_binds=host.tree.cpu_binds(spec.cpu_cores) if holding.cpus else (),
+        )
+
+    async def _connect(self, holding: Holding) -> None:
+        """Connect to dsec-init; its socket listens since before it was started."""
+        path = f"{runtime_dir(self._host.template, holding.sandbox)}/agent.sock"
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                holding.channel = await AgentChannel.connect(
+                    path, on_closed=lambda: self._lost(holding)
+                )
+        except (OSError, TimeoutError) as error:
+            raise Internal(f"dsec-init does not answer on {path}: {error}") from error
+
+    def _instance(self, holding: Holding, spec: Spec | None, micros: Mapping[str, int]) -> Instance:
+        attachment, notes = holding.attachment, []
+        if spec is not None and holding.upper is None and holding.upper_bytes < spec.disk_bytes:
+            notes.append(
+                f"the upper layer is in memory and holds {holding.upper_bytes >> 20} MiB "
+                f"({MEMORY_UPPER_SHARE:.0%} of memory_limit_mb)"
+            )
+        assert holding.channel is not None
+        return Instance(
+            handle=holding.handle(),
+            channel=holding.channel,
+            pid=holding.pid,
+            address=attachment.address if attachment else "",
+            address6=attachment.address6 if attachment else "",
+            notes=tuple(notes),
+            steps_us=micros,
+        )
+
+    # --- what happens by itself -----------------------------------------------------------------
+
+    def _lost(self, holding: Holding) -> None:
+        """The channel is closed: whatever the reason, nobody can reach the sandbox any more."""
+        holding.channel = None
+        if self._listener is None or self._holdings.get(holding.sandbox) is not holding:
+            return
+        ended = holding.pidfd >= 0 and processes.exited(holding.pidfd)
+        reason = "its init ended" if ended else "its init closed the channel"
+        if self._count_oom(holding):
+            reason += " after running out of memory"
+        self._listener.died(holding.sandbox, Death(reason))
+
+    def _heard_oom(self, holding: Holding, kills: int) -> None:
+        if self._listener is not None:
+            self._listener.oom(holding.sandbox, kills)
+
+    def _count_oom(self, holding: Holding) -> int:
+        if holding.cgroup is None:
+            return 0
+        return self._host.driver.oom_kills(holding.cgroup, holding.slot)
+
+    def _deafen(self, holding: Holding) -> None:
+        """Stop listening to a container, without touching it."""
+        watch, holding.watch = holding.watch, None
+        if watch is not None:
+            watch.close()
+        channel, holding.channel = holding.channel, None
+        if channel is not None:
+            channel.close()
+
+    # --- destroy --------------------------------------------------------------------------------
+
+    async def destroy(self, handle: Handle) -> None:
+        holding = self._holdings.get(handle.sandbox)
+        if holding is None:
+            holding = self._find(handle)
+        self._holdings.pop(handle.sandbox, None)  # what ends now is not reported as a death
+        try:
+            self._deafen(holding)
+            await self._unmake(holding)
+        except BaseException:
+            self._holdings[handle.sandbox] = holding  # tried again with what is left
+            raise
+
+    async def _unmake(self, holding: Holding) -> None:
+        """Give back what is held; a field is cleared when its resource is free."""
+        host, template = self._host, self._host.template
+        plan = DestroyPlan(
+            sandbox=holding.sandbox,
+            cgroup=host.cgroup_path(holding.sandbox),
+            runtime_dir=runtime_dir(template, holding.sandbox),
+            spool_dir=spool_dir(template, holding.sandbox),
+            timeout_ms=DESTROY_TIMEOUT_MS,
+        )
+        await host.spawners.destroy(plan, holding.pidfd if holding.pidfd >= 0 else None)
+        if holding.pidfd >= 0:
+            os.close(holding.pidfd)
+            holding.pidfd = -1
+        if holding.cgroup is not None:
+            holding.cgroup.close()
+            holding.cgroup = None
+        if holding.slot is not None:
+            if host.driver.slots is not None:
+                host.driver.slots.release(holding.slot)
+            holding.slot = None
+        if holding.attachment is not None:
+            await host.nat.detach(holding.attachment)
+            holding.attachment = None
+        if holding.netns is not None:
+            netns, holding.netns = holding.netns, None
+            await host.netns.release(netns)
+        if holding.upper is not None:
+            await host.uppers.release(holding.upper)
+            holding.upper = None
+        self._give_back_pooled(holding)
+
+    def _give_back_pooled(self, holding: Holding) -> None:
+        """Return what `prepare` took."""
+        host = self._host
+        host.cpu_load.free(holding.cpus)
+        holding.cpus = ()
+        if holding.range is not None:
+            host.ranges.release(holding.range)
+            holding.range = None
+        for digest, _ in holding.layers:
+            host.mounts.release(digest)
+        holding.layers = []
+
+    def _find(self, handle: Handle) -> Holding:
+        """Return what is left of a container that this daemon did not make."""
+        held, holding = _decode(handle), Holding(handle.sandbox)
+        holding.upper = held.upper
+        if held.pid:
+            holding.pidfd = processes.open_pidfd(held.pid, held.start_ticks)
+        with contextlib.suppress(DSecError):
+            holding.range = self._host.ranges.reserve(held.range_index)
+        return holding
+
+    # --- after a restart ------------------------------------------------------------------------
+
+    async def recover(self, handle: Handle) -> Instance | None:
+        held, host = _decode(handle), self._host
+        cgroup = host.driver.find(handle.sandbox)
+        pidfd = processes.open_pidfd(held.pid, held.start_ticks) if held.pid else -1
+        if cgroup is None or pidfd < 0:
+            if pidfd >= 0:
+                os.close(pidfd)
+            return None
+        holding = Holding(handle.sandbox)
+        holding.cgroup, holding.pid, holding.pidfd = cgroup, held.pid, pidfd
+        self._holdings[handle.sandbox] = holding
+        holding.range = host.ranges.adopt(held.range_index, held.pid)
+        for digest, path in held.layers:
+            host.mounts.acquire(digest, Path(path))
+            holding.layers.append((digest, path))
+        holding.upper, holding.upper_bytes = held.upper, held.upper_bytes
+        holding.attachment, holding.cpus = held.attachment, held.cpus
+        host.cpu_load.bind(held.cpus)
+        holding.netns = host.netns.adopt(held.pid)
+        if held.slot and host.driver.slots is not None:
+            holding.slot = host.driver.slots.adopt(held.slot)
+        await self._connect(holding)
+        holding.watch = host.driver.watch_oom(
+            cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
+        )
+        return self._instance(holding, None, {})
+
+    async def sweep(self, known: Collection[str]) -> Iterable[str]:
+        attached = [
+            (name, holding.attachment)
+            for name, holding in self._holdings.items()
+            if holding.attachment is not None
+        ]
+        for name in await self._host.nat.recover(attached):
+            holding = self._holdings[name]
+            if self._listener is not None:
+                self._listener.died(holding.sandbox, Death("its network interface is gone"))
+        swept = await self._host.sweep(known)
+        self._host.start_pools()
+        return swept
+
+    # --- asked from outside ---------------------------------------------------------------------
+
+    async def usage(self, handle: Handle) -> Usage:
+        host, holding = self._host, self._holdings[handle.sandbox]
+        assert holding.cgroup is not None
+        found = host.driver.usage(holding.cgroup, holding.slot)
+        received = sent = 0
+        if holding.attachment is not None:
+            traffic = (await host.nat.traffic([holding.attachment])).get(holding.sandbox)
+            if traffic is not None:
+                received, sent = traffic.rx_bytes, traffic.tx_bytes
+        if holding.upper is not None:
+            disk = host.uppers.usage(holding.upper)
+        else:
+            disk = processes.root_used_bytes(holding.pid)
+        return Usage(
+            memory_bytes=found.memory_bytes,
+            cpu_usage_s=found.cpu_usage_s,
+            pids=found.pids,
+            oom_kills=found.oom_kills,
+            disk_bytes=disk,
+            disk_limit_bytes=holding.upper_bytes,
+            rx_bytes=received,
+            tx_bytes=sent,
+        )
+
+    def oom_kills(self, handle: Handle) -> int:
+        holding = self._holdings.get(handle.sandbox)
+        return self._count_oom(holding) if holding is not None else 0
+
+    def pools(self) -> Mapping[str, float]:
+        return self._host.depths()
+
+    def features(self) -> list[Feature]:
+        return self._host.features()
+
+    def layers(self) -> Layers:
+        return self._host.layers
+
+
+def _decode(handle: Handle) -> Held:
+    return msgspec.msgpack.decode(handle.resources, type=Held)

@@ -1,0 +1,223 @@
+"""The shared means of all containers of this host: pools, spawners, layers, network, template.
+
+Order of the start matters: what the spawners' mount namespaces must contain is mounted before they
+start; pools that could take what a live sandbox holds are filled only after recovery.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir, spool_dir
+from dsecd.config import Config
+from dsecd.host import cgroup, probe, tree
+from dsecd.host.layers import LayerMounts
+from dsecd.host.netns import NetnsPool
+from dsecd.host.network import Nat, NatConfig
+from dsecd.host.plan import DestroyPlan
+from dsecd.host.ranges import RangePool
+from dsecd.host.spawner import SpawnerPool
+from dsecd.host.upper import Uppers
+from dsecd.images.store import Layer, LayerStore
+from dsecd.policy import capabilities, masks, seccomp
+from libdsec.errors import Unsupported
+from libdsec.model import Feature, LayerInfo
+
+MAX_SPAWNERS = 8
+BINARIES = Path(__file__).parents[1] / "bin"
+
+
+class ContainerLayers:
+    """`abc.Layers` over the store and the mounts."""
+
+    def __init__(self, store: LayerStore, mounts: LayerMounts) -> None:
+        self._store, self._mounts = store, mounts
+
+    async def list(self) -> list[LayerInfo]:
+        return [self._info(layer) for layer in self._store.list()]
+
+    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo:
+        return self._info(await self._store.import_(name, Path(source), replace))
+
+    async def remove(self, name: str) -> None:
+        self._store.remove(name, self._mounts.drop)
+
+    def _info(self, layer: Layer) -> LayerInfo:
+        return LayerInfo(
+            name=layer.name,
+            digest=layer.digest,
+            size_bytes=layer.size_bytes,
+            created_at=layer.created_at,
+            in_use=self._mounts.users(layer.digest),
+        )
+
+
+class ContainerHost:
+    """Made from the configuration; usable after `start`."""
+
+    template: Template
+    tree: tree.Tree
+    driver: cgroup.TreeDriver
+    spawners: SpawnerPool
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        runtime, state = config.runtime, config.state
+        self.mounts = LayerMounts(runtime / "layers")
+        self.store = LayerStore(state / "layers", in_use=self.mounts.users)
+        self.layers = ContainerLayers(self.store, self.mounts)
+        self.uppers = Uppers(state / "upper", runtime / "upper")
+        self.disk_uppers = False
+        self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
+        self._sandboxes, self._spool = runtime / "sb", state / "spool"
+
+    async def start(self) -> None:
+        """Build and start everything but the pools. Raises `Unsupported` with what is missing."""
+        config = self._config
+        for directory in (self._sandboxes, self._spool):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        self.store.start()
+        self.mounts.start()
+        self.tree = tree.build(config.runtime)
+        self.uppers.start()
+        self.disk_uppers = self.uppers.feature().available
+        pools = config.pools
+        self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
+        self.driver.start()
+        self.ranges = RangePool(pools.uid_range_start, pools.uid_range_count, pools.ranges)
+        self.netns = NetnsPool(pools.netns)
+        self.nat = Nat(self._nat_config())
+        self.template = self._make_template()
+        self.spawners = await self._start_spawners()
+
+    def _nat_config(self) -> NatConfig:
+        config = self._config
+        name = config.cgroup.name
+        return NatConfig(
+            state=config.runtime / "network.json",
+            name=name,
+            # interface names are short: a second daemon gets a hash of its name
+            prefix="ds" if name == "dsec" else f"ds{zlib.crc32(name.encode()) & 0xFFFFF:05x}x",
+            pool4=config.network.pool4,
+            pool6=config.network.pool6,
+            resolvers=config.network.resolvers,
+        )
+
+    def _make_template(self) -> Template:
+        chosen = masks.for_host()
+        return Template(
+            runtime=str(self._sandboxes),
+            spool=str(self._spool),
+            dev_tree=self.tree.dev,
+            masked=chosen.masked,
+            read_only=chosen.read_only,
+            caps=capabilities.mask(),
+            seccomp=seccomp.default_filter(),
+        )
+
+    async def _start_spawners(self) -> SpawnerPool:
+        paths, pools = self._config.paths, self._config.pools
+        binary = _binary(paths.spawner, "dsec-spawner")
+        init = _binary(paths.init, "dsec-init")
+        count = pools.spawners or min(MAX_SPAWNERS, os.cpu_count() or 1)
+        slots = self.driver.slots
+        if slots is None:
+            pool = SpawnerPool(binary, count, init=init)
+        else:
+            taken = slots
+
+            async def take() -> cgroup.Slot:
+                return taken.acquire()
+
+            pool = SpawnerPool(
+                binary,
+                count,
+                init=init,
+                take_slot=take,
+                return_slot=slots.release,  # type: ignore[arg-type]
+            )
+        await pool.start()
+        return pool
+
+    def cgroup_path(self, sandbox: str) -> str:
+        """Return the v2 directory of a sandbox, whether it is there or not."""
+        return f"{self.driver.tree.parent}/{sandbox}"
+
+    def start_pools(self) -> None:
+        """Fill the pools: recovery is done, what they take is nobody's."""
+        if self.driver.slots is not None:
+            self.driver.slots.end_recovery()
+        self.ranges.start()
+        self.netns.start()
+
+    async def sweep(self, known: Collection[str]) -> list[str]:
+        """Remove what carries our names and belongs to no sandbox of `known`."""
+        found: dict[str, str] = {}
+        for name in self.driver.list_sandboxes():
+            found.setdefault(name, "cgroup")
+        for directory in (self._sandboxes, self._spool):
+            for entry in directory.iterdir():
+                found.setdefault(entry.name, str(entry))
+        stale = {name: what for name, what in found.items() if name not in known}
+        for name in stale:
+            plan = DestroyPlan(
+                sandbox=name,
+                cgroup=self.cgroup_path(name),
+                runtime_dir=runtime_dir(self.template, name),
+                spool_dir=spool_dir(self.template, name),
+            )
+            await self.spawners.destroy(plan)
+        uppers = await self.uppers.sweep(known)
+        return [*stale.values(), *uppers]
+
+    def depths(self) -> Mapping[str, float]:
+        """Return what is ready in each pool."""
+        depths = {
+            "netns": float(self.netns.stats().free),
+            "ranges": float(self.ranges.ready),
+            "layers_mounted": float(self.mounts.mounted()),
+        }
+        if self.driver.slots is not None:
+            depths["slots"] = float(self.driver.slots.ready)
+            depths["slots_draining"] = float(self.driver.slots.draining)
+        return depths
+
+    def features(self) -> list[Feature]:
+        """Return the probe table, and where disk uppers would live."""
+        rows = [
+            Feature(
+                name=row.name,
+                available=row.available,
+                reason=row.reason,
+                needed_for=row.needed_for,
+            )
+            for row in probe.probe()
+        ]
+        return [*rows, self.uppers.feature()]
+
+    async def close(self, leave_nothing: bool) -> None:
+        """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""
+        if not hasattr(self, "spawners"):
+            return
+        await self.spawners.close()
+        await self.netns.close()
+        await self.ranges.close()
+        await self.nat.shutdown()
+        await self.driver.close()
+        if leave_nothing:
+            self.uppers.teardown()
+            self.mounts.teardown()
+            tree.remove(self._config.runtime)
+        else:
+            self.uppers.close()
+            self.mounts.close()
+
+
+def _binary(configured: str, name: str) -> str:
+    path = Path(configured) if configured else BINARIES / name
+    if not os.access(path, os.X_OK):
+        raise Unsupported(f"{path} is missing: build it, or set paths.{name[5:]}", reason="no file")
+    return str(path)

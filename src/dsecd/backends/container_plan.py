@@ -1,0 +1,178 @@
+"""A container's request and resources compiled into the spawner's plan. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from dsecd.host.network import Attachment
+from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
+from dsecd.host.upper import Upper
+from dsecd.model import Spec
+
+DEFAULT_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+}
+NOFILE = 65536
+# Commands go before anything of the host when memory is short; dsec-init itself never does.
+OOM_SCORE_ADJ = 500
+# A memory upper is charged to the sandbox's memory: if it could fill all of it, a full disk would
+# show as an OOM kill.
+MEMORY_UPPER_SHARE = 0.75
+MIN_MEMORY_UPPER = 1 << 20
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for every container of this host; made once, at start."""
+
+    runtime: str
+    spool: str
+    dev_tree: str
+    masked: tuple[str, ...]
+    read_only: tuple[str, ...]
+    caps: int
+    seccomp: bytes
+    trace: bool = False
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What one container was given."""
+
+    sandbox: str
+    uid_base: int
+    owner_uid: int
+    lowers: int
+    writes: tuple[FileWrite, ...] = ()
+    upper: Upper | None = None
+    attachment: Attachment | None = None
+    cpus: tuple[int, ...] = ()
+    cpu_binds: tuple[Bind, ...] = ()
+
+
+class InitConfig(msgspec.Struct, kw_only=True):
+    """Configuration of dsec-init (docs/protocol.md)."""
+
+    sandbox: str
+    env: dict[str, str]
+    user: str
+    workdir: str
+    caps: int
+    seccomp: bytes
+    no_new_privs: bool
+    output_limit: int
+    spool_limit: int
+    nofile: int = NOFILE
+    oom_score_adj: int = OOM_SCORE_ADJ
+
+
+def memory_upper_bytes(spec: Spec) -> int:
+    """Return the size of a memory upper: what was asked, within the share of the memory limit."""
+    share = int(spec.memory_bytes * MEMORY_UPPER_SHARE)
+    return max(MIN_MEMORY_UPPER, min(spec.disk_bytes, share))
+
+
+def on_disk(spec: Spec, disk_available: bool) -> bool:
+    """Return where the upper goes: on disk if asked for, or if memory cannot hold what was asked."""
+    if spec.upper == "auto":
+        return disk_available and spec.disk_bytes > spec.memory_bytes
+    return spec.upper == "disk"
+
+
+def runtime_dir(template: Template, sandbox: str) -> str:
+    return f"{template.runtime}/{sandbox}"
+
+
+def spool_dir(template: Template, sandbox: str) -> str:
+    return f"{template.spool}/{sandbox}"
+
+
+def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerPlan:
+    """Return the plan of one container."""
+    upper = given.upper
+    return ContainerPlan(
+        sandbox=given.sandbox,
+        lowers=given.lowers,
+        uid_base=given.uid_base,
+        owner_uid=given.owner_uid,
+        writes=given.writes,
+        runtime_dir=runtime_dir(template, given.sandbox),
+        spool_dir=spool_dir(template, given.sandbox),
+        upper_dir=upper.dir if upper else "",
+        upper_bytes=0 if upper else memory_upper_bytes(spec),
+        upper_project=upper.project if upper else 0,
+        dev_tree=template.dev_tree,
+        files=generated_files(given.sandbox, spec.hostname, given.attachment),
+        binds=given.cpu_binds,
+        read_only=template.read_only,
+        masked=template.masked,
+        hostname=spec.hostname,
+        cpus=given.cpus,
+        init_config=init_config(template, spec, given.sandbox),
+        trace=template.trace,
+    )
+
+
+def generated_files(
+    sandbox: str, hostname: str, attachment: Attachment | None
+) -> tuple[NewFile, ...]:
+    """Return the files that name the sandbox and its network."""
+    own = attachment.address if attachment else "127.0.1.1"
+    hosts = f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n{own}\t{hostname}\n"
+    if attachment and attachment.address6:
+        hosts += f"{attachment.address6}\t{hostname}\n"
+    resolv = attachment.resolv_conf if attachment else "# this sandbox has no network\n"
+    return (
+        NewFile("etc/hostname", f"{hostname}\n".encode()),
+        NewFile("etc/hosts", hosts.encode()),
+        NewFile("etc/machine-id", f"{machine_id(sandbox)}\n".encode(), 0o444),
+        NewFile("etc/resolv.conf", resolv.encode()),
+    )
+
+
+def machine_id(sandbox: str) -> str:
+    """Return the machine-id(5) of a sandbox: the same over its life, different from any other."""
+    return hashlib.blake2b(sandbox.encode(), digest_size=16, person=b"dsec machine-id").hexdigest()
+
+
+def init_config(template: Template, spec: Spec, sandbox: str) -> bytes:
+    """Return dsec-init's configuration, encoded."""
+    return msgspec.msgpack.encode(
+        InitConfig(
+            sandbox=sandbox,
+            env=DEFAULT_ENV | spec.env,
+            user=spec.user,
+            workdir=spec.workdir,
+            caps=template.caps,
+            seccomp=template.seccomp,
+            no_new_privs=spec.no_new_privileges,
+            output_limit=spec.output_limit,
+            spool_limit=spec.spool_limit,
+        )
+    )
+
+
+class CpuLoad:
+    """How many live containers were bound to each CPU; new ones go where there are fewest."""
+
+    def __init__(self, cpus: tuple[int, ...]) -> None:
+        self._bound = dict.fromkeys(cpus, 0)
+
+    def choose(self, count: int) -> tuple[int, ...]:
+        """Return the `count` least loaded CPUs; () when that is all of them."""
+        if count >= len(self._bound):
+            return ()
+        chosen = sorted(self._bound, key=lambda cpu: (self._bound[cpu], cpu))[:count]
+        self.bind(tuple(sorted(chosen)))
+        return tuple(sorted(chosen))
+
+    def bind(self, cpus: tuple[int, ...]) -> None:
+        for cpu in cpus:
+            if cpu in self._bound:
+                self._bound[cpu] += 1
+
+    def free(self, cpus: tuple[int, ...]) -> None:
+        for cpu in cpus:
+            if cpu in self._bound:
+                self._bound[cpu] -= 1

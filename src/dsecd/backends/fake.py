@@ -1,0 +1,365 @@
+"""Sandboxes as plain objects in the daemon's own process.
+
+For unit tests of engine and API, and the worked example of `abc.Backend`. It runs nothing: commands
+are a handful of built-ins (true, false, echo, exit N, sleep S, yes N, cat, oom), files live in a
+dictionary. What it cannot do it refuses as `Unsupported`; it never invents an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Receiver, Usage
+from dsecd.model import Death, Spec
+from libdsec import wire
+from libdsec.errors import (
+    AlreadyExists,
+    DSecError,
+    Exhausted,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Unsupported,
+    WrongState,
+    to_wire,
+)
+from libdsec.model import (
+    CommandInfo,
+    CommandResult,
+    ExecArgs,
+    Feature,
+    FileStat,
+    LayerInfo,
+    Output,
+    PathArgs,
+    ReadArgs,
+    Transferred,
+    WriteArgs,
+)
+
+_CHUNK = 64 << 10
+
+
+class FakeLayers:
+    """Names only."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, LayerInfo] = {}
+
+    async def list(self) -> list[LayerInfo]:
+        return list(self.known.values())
+
+    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo:
+        if name in self.known and not replace:
+            raise AlreadyExists(f"layer {name!r} exists")
+        info = LayerInfo(name=name, digest=f"fake:{source}", size_bytes=0, created_at=time.time())
+        self.known[name] = info
+        return info
+
+    async def remove(self, name: str) -> None:
+        if self.known.pop(name, None) is None:
+            raise NotFound(f"no layer {name!r}")
+
+
+class FakeCall:
+    """One call into a fake sandbox: a task, a stream each way, credits as the wire has them."""
+
+    def __init__(self, sandbox: FakeSandbox, receiver: Receiver) -> None:
+        self.sandbox, self.receiver = sandbox, receiver
+        self.items: asyncio.Queue[msgspec.Raw | None] = asyncio.Queue()
+        self.task: asyncio.Task[None] | None = None
+        self._credit = wire.INITIAL_CREDIT
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def begin(self, op: str, args: msgspec.Raw) -> None:
+        self.task = asyncio.get_running_loop().create_task(self._run(op, args))
+
+    async def _run(self, op: str, args: msgspec.Raw) -> None:
+        try:
+            result = await self.sandbox.answer(op, args, self)
+        except asyncio.CancelledError:
+            self.receiver.on_failure(to_wire(self.sandbox.loss()))
+        except DSecError as error:
+            self.receiver.on_failure(to_wire(error))
+        except msgspec.DecodeError as error:
+            self.receiver.on_failure(to_wire(InvalidArgument(f"{op}: {error}", field="args")))
+        else:
+            self.receiver.on_reply(wire.pack(result))
+        finally:
+            self.sandbox.calls.discard(self)
+
+    async def send(self, value: Any) -> None:
+        while self._credit <= 0:
+            self._room.clear()
+            await self._room.wait()
+        self._credit -= 1
+        self.receiver.on_item(wire.pack(value))
+
+    def send_item(self, data: msgspec.Raw) -> None:
+        self.items.put_nowait(data)
+
+    def end(self) -> None:
+        self.items.put_nowait(None)
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+    def grant(self, n: int) -> None:
+        self._credit += n
+        self._room.set()
+
+
+class FakeSandbox:
+    """The inside of one sandbox, and its channel."""
+
+    def __init__(self, name: str, spec: Spec, listener: Listener) -> None:
+        self.name, self.spec, self.listener = name, spec, listener
+        self.files: dict[bytes, bytes] = {}
+        self.results: dict[str, CommandResult] = {}
+        self.running: dict[str, asyncio.Task[CommandResult]] = {}
+        self.calls: set[FakeCall] = set()
+        self.oom_kills = 0
+        self.closed = False
+
+    # --- Channel
+
+    def open(self, op: str, args: msgspec.Raw, receiver: Receiver) -> FakeCall:
+        if self.closed:
+            raise Unavailable(f"sandbox {self.name} does not answer")
+        call = FakeCall(self, receiver)
+        self.calls.add(call)
+        call.begin(op, args)
+        return call
+
+    def close(self) -> None:
+        self.closed = True
+        for call in tuple(self.calls):
+            call.cancel()
+
+    def loss(self) -> DSecError:
+        if self.closed:
+            return WrongState(f"sandbox {self.name} is gone", state="stopped")
+        return WrongState("the call was cancelled")
+
+    def end(self) -> None:
+        self.close()
+        for task in self.running.values():
+            task.cancel()
+
+    # --- Agent
+
+    async def answer(self, op: str, raw: msgspec.Raw, call: FakeCall) -> Any:
+        handler = getattr(self, "_op_" + op.replace(".", "_"), None)
+        if handler is None:
+            raise Unsupported(f"{op} is not offered by the fake backend", reason="it runs nothing")
+        return await handler(raw, call)
+
+    async def _op_sys_ping(self, raw: msgspec.Raw, call: FakeCall) -> None:
+        return None
+
+    async def _op_exec_run(self, raw: msgspec.Raw, call: FakeCall) -> CommandResult:
+        args = msgspec.msgpack.decode(raw, type=ExecArgs)
+        result = await asyncio.shield(self._start(args))
+        if not args.stream:
+            return result
+        data, offset = result.stdout, 0
+        while offset < len(data):
+            piece = data[offset : offset + _CHUNK]
+            await call.send(Output(stream=1, offset=offset, data=piece))
+            offset += len(piece)
+        return msgspec.structs.replace(result, stdout=b"")
+
+    async def _op_exec_start(self, raw: msgspec.Raw, call: FakeCall) -> CommandInfo:
+        args = msgspec.msgpack.decode(raw, type=ExecArgs)
+        self._start(args)
+        return CommandInfo(cid=args.cid, running=args.cid in self.running, background=True)
+
+    async def _op_exec_wait(self, raw: msgspec.Raw, call: FakeCall) -> CommandResult:
+        cid = msgspec.msgpack.decode(raw)["cid"]
+        if cid in self.running:
+            await asyncio.shield(self.running[cid])
+        if cid not in self.results:
+            raise NotFound(f"no command {cid!r}", cid=cid)
+        return msgspec.structs.replace(self.results[cid], stdout=b"", stderr=b"")
+
+    async def _op_exec_list(self, raw: msgspec.Raw, call: FakeCall) -> list[CommandInfo]:
+        return [CommandInfo(cid=cid, running=True) for cid in self.running] + [
+            CommandInfo(cid=cid, running=False) for cid in self.results
+        ]
+
+    def _start(self, args: ExecArgs) -> asyncio.Task[CommandResult]:
+        known = self.running.get(args.cid)
+        if known is not None:
+            return known
+        task = asyncio.get_running_loop().create_task(self._command(args))
+        self.running[args.cid] = task
+        return task
+
+    async def _command(self, args: ExecArgs) -> CommandResult:
+        begun = time.monotonic()
+        if args.cid in self.results:
+            self.running.pop(args.cid, None)
+            return self.results[args.cid]
+        words = args.argv or [w.encode() for w in shlex.split((args.shell or b"").decode())]
+        result = CommandResult(cid=args.cid)
+        try:
+            async with asyncio.timeout(args.timeout_s):
+                await self._builtin(words, args, result)
+        except TimeoutError:
+            result.timed_out, result.signal = True, 9
+        finally:
+            self.running.pop(args.cid, None)
+        result.stdout_total = len(result.stdout)
+        result.duration_s = time.monotonic() - begun
+        self.results[args.cid] = result
+        return result
+
+    async def _builtin(self, words: list[bytes], args: ExecArgs, result: CommandResult) -> None:
+        name, rest = (words[0].rpartition(b"/")[2], words[1:]) if words else (b"", [])
+        result.exit_code = 0
+        if name == b"true":
+            return
+        if name == b"false":
+            result.exit_code = 1
+        elif name == b"echo":
+            result.stdout = b" ".join(rest) + b"\n"
+        elif name == b"exit":
+            result.exit_code = int(rest[0])
+        elif name == b"cat":
+            result.stdout = args.input or b""
+        elif name == b"yes":
+            result.stdout = b"y\n" * int(rest[0])
+        elif name == b"sleep":
+            result.exit_code = None
+            await asyncio.sleep(float(rest[0]))
+            result.exit_code = 0
+        elif name == b"oom":
+            self.oom_kills += 1
+            result.exit_code, result.signal = None, 9
+        elif name == b"die":
+            result.exit_code = None
+            self.listener.died(self.name, Death("its agent closed the channel"))
+        else:
+            result.exit_code, result.stderr = 127, name + b": not found\n"
+
+    async def _op_files_write(self, raw: msgspec.Raw, call: FakeCall) -> Transferred:
+        args = msgspec.msgpack.decode(raw, type=WriteArgs)
+        data = args.data
+        if data is None:
+            data = b""
+            while (item := await call.items.get()) is not None:
+                data += msgspec.msgpack.decode(item, type=bytes)
+                if len(data) > self.spec.disk_bytes:
+                    raise Exhausted("the sandbox's disk is full", limit="disk")
+                call.receiver.on_credit(1)
+        self.files[args.path] = self.files.get(args.path, b"") + data if args.append else data
+        return Transferred(size=len(data))
+
+    async def _op_files_read(self, raw: msgspec.Raw, call: FakeCall) -> Transferred:
+        args = msgspec.msgpack.decode(raw, type=ReadArgs)
+        end = None if args.length is None else args.offset + args.length
+        data = self._file(args.path)[args.offset : end]
+        if len(data) <= wire.INLINE:
+            return Transferred(size=len(data), data=data)
+        for offset in range(0, len(data), _CHUNK):
+            await call.send(data[offset : offset + _CHUNK])
+        return Transferred(size=len(data))
+
+    async def _op_files_stat(self, raw: msgspec.Raw, call: FakeCall) -> FileStat:
+        path = msgspec.msgpack.decode(raw, type=PathArgs).path
+        return FileStat(name=path.rpartition(b"/")[2], type="file", size=len(self._file(path)))
+
+    async def _op_files_remove(self, raw: msgspec.Raw, call: FakeCall) -> None:
+        path = msgspec.msgpack.decode(raw, type=PathArgs).path
+        self._file(path)
+        del self.files[path]
+
+    def _file(self, path: bytes) -> bytes:
+        if path not in self.files:
+            raise NotFound(f"no file {path!r}")
+        return self.files[path]
+
+
+class FakeBackend:
+    """See the module's docstring. `latency_s` is the time a create takes."""
+
+    name = "fake"
+    capabilities = Capabilities(network=("none",), oom=True, layers=True)
+
+    def __init__(self, latency_s: float = 0.0) -> None:
+        self.latency_s = latency_s
+        self.sandboxes: dict[str, FakeSandbox] = {}
+        self.prepared: set[str] = set()
+        self._layers = FakeLayers()
+        self._listener: Listener | None = None
+
+    async def start(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def prepare(self, sandbox: str, spec: Spec) -> Handle:
+        if spec.image.startswith("missing"):
+            raise NotFound(f"no layer {spec.image!r}", image=spec.image)
+        self.prepared.add(sandbox)
+        return Handle(sandbox=sandbox, backend=self.name, resources=spec.image.encode())
+
+    def release(self, handle: Handle) -> None:
+        self.prepared.discard(handle.sandbox)
+
+    async def create(self, handle: Handle, spec: Spec) -> Instance:
+        assert self._listener is not None
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
+        if spec.image.startswith("broken"):
+            raise Exhausted("step mount: no space left on device", step="mount")
+        sandbox = FakeSandbox(handle.sandbox, spec, self._listener)
+        self.sandboxes[handle.sandbox] = sandbox
+        return Instance(handle=handle, channel=sandbox, pid=1)
+
+    async def destroy(self, handle: Handle) -> None:
+        sandbox = self.sandboxes.pop(handle.sandbox, None)
+        if sandbox is not None:
+            sandbox.end()
+        self.prepared.discard(handle.sandbox)
+
+    async def recover(self, handle: Handle) -> Instance | None:
+        sandbox = self.sandboxes.get(handle.sandbox)
+        if sandbox is None:
+            return None
+        sandbox.closed = False
+        return Instance(handle=handle, channel=sandbox, pid=1)
+
+    async def sweep(self, known: Collection[str]) -> Iterable[str]:
+        unknown = [name for name in self.sandboxes if name not in known]
+        for name in unknown:
+            self.sandboxes.pop(name).end()
+        return unknown
+
+    async def usage(self, handle: Handle) -> Usage:
+        sandbox = self.sandboxes[handle.sandbox]
+        return Usage(oom_kills=sandbox.oom_kills, disk_bytes=sum(map(len, sandbox.files.values())))
+
+    def oom_kills(self, handle: Handle) -> int:
+        sandbox = self.sandboxes.get(handle.sandbox)
+        return sandbox.oom_kills if sandbox is not None else 0
+
+    def pools(self) -> Mapping[str, float]:
+        return {}
+
+    def features(self) -> list[Feature]:
+        return [
+            Feature(name="fake", available=True, reason="in-process objects", needed_for="tests")
+        ]
+
+    def layers(self) -> Layers:
+        return self._layers
+
+    async def close(self) -> None:
+        """Sandboxes stay: the object may be given to the next daemon of a test."""

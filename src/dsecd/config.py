@@ -1,0 +1,266 @@
+"""Configuration of dsecd: `/etc/dsec/dsecd.toml` into frozen, typed values.
+
+Every key is a field below and is explained in `packaging/dsecd.toml`. An unknown key is an error
+that names the closest known one, so that a misspelt limit never goes unnoticed. The file is chosen
+by `--config`, else the environment variable DSEC_CONFIG, else `/etc/dsec/dsecd.toml` if it exists,
+else the defaults hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from libdsec.errors import InvalidArgument
+
+DEFAULT_FILE = Path("/etc/dsec/dsecd.toml")
+RANGE_SIZE = 65536  # host ids per sandbox
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of a table of the file."""
+
+
+class Paths(_Section, frozen=True):
+    """Where the daemon keeps things, and the programs it starts ("" → beside the package)."""
+
+    runtime: str = "/run/dsec"
+    state: str = "/var/lib/dsec"
+    spawner: str = ""
+    init: str = ""
+
+
+class Listen(_Section, frozen=True):
+    """Where clients connect. `socket` "" → `<runtime>/dsecd.sock`; `tcp` "" → none."""
+
+    socket: str = ""
+    mode: int = 0o660
+    group: str = ""
+    tcp: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
+    insecure: bool = False
+    calls_per_connection: int = 4096
+    connections: int = 4096
+
+
+class MetricsListen(_Section, frozen=True):
+    """Prometheus text: "unix:/path" or "host:port"; "" → `unix:<runtime>/metrics.sock`; "off"."""
+
+    listen: str = ""
+
+
+class Log(_Section, frozen=True):
+    """`format` auto: human-readable on a terminal, JSON lines otherwise."""
+
+    format: Literal["auto", "json", "text"] = "auto"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Cgroup(_Section, frozen=True):
+    """`name` is our directory in every hierarchy below `root`; two daemons need two names."""
+
+    root: str = "/sys/fs/cgroup"
+    name: str = "dsec"
+
+
+class Pools(_Section, frozen=True):
+    """How much is prepared ahead of the next create. 0 spawners → one per CPU, at most 8."""
+
+    spawners: int = 0
+    netns: int = 64
+    slots: int = 64
+    ranges: int = 64
+    uid_range_start: int = 0x10000000
+    uid_range_count: int = 32768
+
+
+class Network(_Section, frozen=True):
+    """Addresses of `network="nat"`. `resolvers` () → those of the host's resolv.conf."""
+
+    pool4: str = "10.213.0.0/16"
+    pool6: str = "fd5d:ec::/64"
+    resolvers: tuple[str, ...] = ()
+
+
+class Limits(_Section, frozen=True):
+    """What admission allows. Overcommit factors bound the sum of what sandboxes asked for."""
+
+    sandboxes: int = 4000
+    memory_overcommit: float = 50.0
+    memory_reserve_mb: int = 256
+    cpu_overcommit: float = 0.0
+    pids_reserve: int = 1024
+    concurrent_creates: int = 16
+    queued_creates: int = 20000
+    create_timeout_s: float = 120.0
+    stop_timeout_s: float = 20.0
+    unclaimed_grace_s: float = 30.0
+    default_idle_s: float = 86400.0
+    max_lifetime_s: float = 0.0
+    ended_kept: int = 10000
+    ended_kept_s: float = 900.0
+    disk_headroom_mb: int = 1024
+
+
+class Stop(_Section, frozen=True):
+    """`keep`: SIGTERM leaves the sandboxes running for the next daemon (SIGUSR2 always does)."""
+
+    keep: bool = False
+    timeout_s: float = 60.0
+
+
+class Config(_Section, frozen=True):
+    """All of it. `node` and `shard` become part of every sandbox id."""
+
+    node: str = "n0"
+    shard: str = "s0"
+    backend: str = "container"
+    paths: Paths = Paths()
+    listen: Listen = Listen()
+    metrics: MetricsListen = MetricsListen()
+    log: Log = Log()
+    cgroup: Cgroup = Cgroup()
+    pools: Pools = Pools()
+    network: Network = Network()
+    limits: Limits = Limits()
+    stop: Stop = Stop()
+
+    @property
+    def runtime(self) -> Path:
+        return Path(self.paths.runtime)
+
+    @property
+    def state(self) -> Path:
+        return Path(self.paths.state)
+
+    @property
+    def socket(self) -> Path:
+        return Path(self.listen.socket) if self.listen.socket else self.runtime / "dsecd.sock"
+
+    @property
+    def metrics_endpoint(self) -> str:
+        """ "" when metrics are off."""
+        if self.metrics.listen == "off":
+            return ""
+        return self.metrics.listen or f"unix:{self.runtime / 'metrics.sock'}"
+
+
+def load(path: Path | None = None, environ: Mapping[str, str] = os.environ) -> Config:
+    """Return the configuration. Raises `InvalidArgument` naming file, key and remedy."""
+    chosen = path or (Path(environ["DSEC_CONFIG"]) if environ.get("DSEC_CONFIG") else None)
+    if chosen is None:
+        if not DEFAULT_FILE.exists():
+            return Config()
+        chosen = DEFAULT_FILE
+    try:
+        text = chosen.read_text()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read {chosen}: {error.strerror}", field="config") from error
+    try:
+        return parse(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{chosen}: {error.message}", **error.detail) from error
+
+
+def parse(text: str) -> Config:
+    """Return the configuration that the TOML `text` describes. Raises `InvalidArgument`."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidArgument(f"not valid TOML: {error}", field="config") from error
+    _refuse_unknown(table, Config, "")
+    try:
+        config = msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(str(error), field="config") from error
+    _check(config)
+    return config
+
+
+def _refuse_unknown(table: Mapping[str, Any], kind: type[_Section], prefix: str) -> None:
+    known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in table.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else ""
+            raise InvalidArgument(f"unknown key {prefix}{key}{hint}", field=prefix + key)
+        inner = known[key]
+        if isinstance(inner, type) and issubclass(inner, _Section) and isinstance(value, dict):
+            _refuse_unknown(value, inner, f"{prefix}{key}.")
+
+
+def _check(config: Config) -> None:
+    """Refuse what would fail later, or be unsafe. Raises `InvalidArgument`."""
+    for key in ("node", "shard"):
+        if not re.fullmatch(r"[a-z0-9]{1,12}", getattr(config, key)):
+            raise InvalidArgument(f"{key} must be 1-12 characters of a-z and 0-9", field=key)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", config.cgroup.name):
+        raise InvalidArgument("cgroup.name must be a plain directory name", field="cgroup.name")
+    for key in ("runtime", "state"):
+        if not getattr(config.paths, key).startswith("/"):
+            raise InvalidArgument(f"paths.{key} must be absolute", field=f"paths.{key}")
+    if len(os.fsencode(config.socket)) > 100:  # sun_path holds 108 bytes
+        raise InvalidArgument("listen.socket is too long for a unix socket", field="listen.socket")
+    pools = config.pools
+    if pools.uid_range_start % RANGE_SIZE or pools.uid_range_start < RANGE_SIZE:
+        raise InvalidArgument(
+            "pools.uid_range_start must be a multiple of 65536, above the host's own ids",
+            field="pools.uid_range_start",
+        )
+    if pools.uid_range_start + pools.uid_range_count * RANGE_SIZE > 1 << 32:
+        raise InvalidArgument("uid ranges pass 2^32", field="pools.uid_range_count")
+    for section, key in _POSITIVE:
+        if getattr(getattr(config, section), key) <= 0:
+            raise InvalidArgument(f"{section}.{key} must be above 0", field=f"{section}.{key}")
+    _check_tcp(config.listen)
+
+
+_POSITIVE = (
+    ("limits", "sandboxes"),
+    ("limits", "memory_overcommit"),
+    ("limits", "concurrent_creates"),
+    ("limits", "queued_creates"),
+    ("limits", "create_timeout_s"),
+    ("limits", "stop_timeout_s"),
+    ("listen", "calls_per_connection"),
+    ("listen", "connections"),
+    ("pools", "uid_range_count"),
+)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" or "[v6]:port". Raises `InvalidArgument`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or not host or int(port) > 65535:
+        raise InvalidArgument(f"{address!r} is not host:port", field="listen.tcp")
+    return host.strip("[]"), int(port)
+
+
+def _check_tcp(listen: Listen) -> None:
+    """TCP needs TLS and a token; without them only loopback, and only when asked for by name."""
+    if not listen.tcp:
+        return
+    host, _ = split_address(listen.tcp)
+    if bool(listen.tls_cert) != bool(listen.tls_key):
+        raise InvalidArgument("listen.tls_cert and listen.tls_key go together", field="listen")
+    if listen.tls_cert and listen.token_file:
+        return
+    if not listen.insecure:
+        raise InvalidArgument(
+            "listen.tcp needs listen.tls_cert, listen.tls_key and listen.token_file; for tests on "
+            "loopback set listen.insecure = true",
+            field="listen.tcp",
+        )
+    if host not in ("127.0.0.1", "::1", "localhost"):
+        raise InvalidArgument(
+            "listen.insecure is only allowed on loopback addresses", field="listen.insecure"
+        )

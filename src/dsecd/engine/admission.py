@@ -1,0 +1,91 @@
+"""Whether the host can take one more sandbox; a refusal is retryable and names the limit."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from dsecd.config import Limits
+from dsecd.model import Reading, Spec
+from libdsec.errors import Exhausted, InvalidArgument
+
+REFRESH_S = 0.2  # how old a reading of the host may be
+
+
+class Host(Protocol):
+    """Where readings come from; one call costs some file reads."""
+
+    cpus: int
+
+    def read(self) -> Reading: ...
+
+
+class Admission:
+    """Counts what live sandboxes asked for and compares it with limits and the host's state."""
+
+    def __init__(self, limits: Limits, host: Host) -> None:
+        self.limits, self.host = limits, host
+        self.sandboxes = 0
+        self.memory_requested = 0
+        self.cpu_requested = 0.0
+        self._reading: Reading | None = None
+        self._read_at = 0.0
+
+    def reading(self) -> Reading:
+        """Return the state of the host, at most `REFRESH_S` old."""
+        now = time.monotonic()
+        if self._reading is None or now - self._read_at > REFRESH_S:
+            self._reading, self._read_at = self.host.read(), now
+        return self._reading
+
+    def take(self, spec: Spec, creating: int) -> None:
+        """Count `spec` in. Raises `Exhausted` when the host is full."""
+        limits = self.limits
+        if self.sandboxes >= limits.sandboxes:
+            raise _full("sandboxes", f"{self.sandboxes} sandboxes live, limits.sandboxes reached")
+        if creating >= limits.queued_creates:
+            raise _full("queued_creates", f"{creating} creates are waiting")
+        reading = self.reading()
+        if reading.critical:
+            raise _full("pressure", f"the host is under pressure: {reading.critical}")
+        self._check_memory(spec, reading)
+        if limits.cpu_overcommit:
+            most = self.host.cpus * limits.cpu_overcommit
+            if self.cpu_requested + spec.cpu_cores > most:
+                raise _full("cpu", f"{self.cpu_requested:g} of {most:g} CPUs are promised")
+        if reading.tasks + limits.pids_reserve > reading.tasks_max:
+            raise _full("pids", f"{reading.tasks} of the host's {reading.tasks_max} pids are used")
+        if reading.disk_free_bytes < limits.disk_headroom_mb << 20:
+            raise _full("disk", f"{reading.disk_free_bytes >> 20} MiB free below paths.state")
+        self.count(spec)
+
+    def count(self, spec: Spec) -> None:
+        """Count a sandbox that is there already (re-adopted)."""
+        self.sandboxes += 1
+        self.memory_requested += spec.memory_bytes
+        self.cpu_requested += spec.cpu_cores
+
+    def give_back(self, spec: Spec) -> None:
+        self.sandboxes -= 1
+        self.memory_requested -= spec.memory_bytes
+        self.cpu_requested -= spec.cpu_cores
+
+    def _check_memory(self, spec: Spec, reading: Reading) -> None:
+        limits = self.limits
+        if spec.memory_bytes > reading.memory_total_bytes:
+            raise InvalidArgument(
+                f"memory_limit_mb {spec.memory_bytes >> 20} is more than the host has "
+                f"({reading.memory_total_bytes >> 20} MiB)",
+                field="memory_limit_mb",
+            )
+        most = int(reading.memory_total_bytes * limits.memory_overcommit)
+        if self.memory_requested + spec.memory_bytes > most:
+            raise _full("memory", f"{self.memory_requested >> 20} MiB of {most >> 20} are promised")
+        if reading.memory_available_bytes < limits.memory_reserve_mb << 20:
+            raise _full("memory", f"{reading.memory_available_bytes >> 20} MiB are available")
+
+
+def _full(limit: str, why: str) -> Exhausted:
+    return Exhausted(
+        f"this host takes no more sandboxes now: {why}; retry later or on another host", limit=limit
+    )

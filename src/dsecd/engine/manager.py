@@ -1,0 +1,494 @@
+"""Creates, watches and ends sandboxes. The only writer of their state.
+
+One create: admission → `prepare` (pools) → journal *intent* → `create` → journal *running* →
+answer. A kill of the daemon between any two of these is repaired by `recovery`. Work for one
+sandbox is one task that belongs to the engine, never to a connection: a caller that vanishes
+changes nothing except that the sandbox is then unclaimed, and ends after a grace period unless the
+same key is asked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterable
+
+from dsecd import log
+from dsecd.backends.abc import Backend, Instance
+from dsecd.config import Config
+from dsecd.engine.admission import Admission, Host
+from dsecd.engine.events import Bus
+from dsecd.engine.journal import Journal
+from dsecd.engine.lifecycle import FINAL
+from dsecd.engine.request import SEALED_NOTE, check_key, compile_spec
+from dsecd.engine.sandbox import Sandbox
+from dsecd.engine.timer import Timer
+from dsecd.metrics import Registry
+from dsecd.model import Death, make_id
+from libdsec.errors import (
+    AlreadyExists,
+    DSecError,
+    Internal,
+    NotFound,
+    Timeout,
+    Unavailable,
+    Unsupported,
+    WrongState,
+)
+from libdsec.model import DSecContainerRunArgs, Metrics
+
+logger = logging.getLogger("dsecd.engine")
+Step = Callable[[str], None]
+DESTROY_RETRY_S = (0.2, 30.0)  # first and longest wait between attempts
+
+
+def no_step(name: str) -> None:
+    """Called at each point where a crash must be repairable; tests put a crash there."""
+
+
+class Manager:
+    """The engine of one daemon."""
+
+    def __init__(
+        self,
+        config: Config,
+        backend: Backend,
+        journal: Journal,
+        host: Host,
+        registry: Registry,
+        step: Step = no_step,
+    ) -> None:
+        self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
+        self.admission = Admission(config.limits, host)
+        self.events = Bus()
+        self.live: dict[str, Sandbox] = {}
+        self.ended: OrderedDict[str, Sandbox] = OrderedDict()
+        self.creating = 0
+        self.epoch = journal.next_epoch()
+        self._serial = 0
+        self._by_key: dict[tuple[str, str], Sandbox] = {}
+        self._timer = Timer(self._look)
+        self._gate = asyncio.Semaphore(config.limits.concurrent_creates)
+        self._step = step
+        self._closing = False
+
+    # --- create ---------------------------------------------------------------------------------
+
+    async def create(self, owner: str, key: str, args: DSecContainerRunArgs) -> Sandbox:
+        """Return the running sandbox of `key`, made now or before.
+
+        Cancelling this wait cancels nothing by itself: see `abandon`. Raises what admission, the
+        request's check or the backend raise; a failed create frees its key.
+        """
+        sandbox = self.request(owner, key, args)
+        sandbox.waiters += 1
+        sandbox.claim_deadline = None
+        try:
+            await asyncio.shield(sandbox.ready)
+        finally:
+            sandbox.waiters -= 1
+        return sandbox
+
+    def request(self, owner: str, key: str, args: DSecContainerRunArgs) -> Sandbox:
+        """Begin the create of `key`, or return the sandbox that has it, in whatever state."""
+        known = self._by_key.get((owner, key))
+        if known is not None:
+            if known.args != args:
+                raise AlreadyExists(f"key {key!r} was used for a different request", id=known.id)
+            return known
+        check_key(key)
+        if self._closing:
+            raise Unavailable("dsecd is shutting down")
+        name = make_id(self.config.shard, self.config.node, self.epoch, self._serial)
+        spec = compile_spec(name, args)
+        self._check_capabilities(spec.network, spec.upper)
+        self.admission.take(spec, self.creating)
+        self._serial += 1
+        sandbox = Sandbox(name, key, owner, args, spec, asyncio.get_running_loop().time())
+        sandbox.backend, sandbox.node = self.backend.name, self.config.node
+        if spec.sealed:
+            sandbox.notes.append(SEALED_NOTE)
+        self.live[name] = sandbox
+        self._by_key[owner, key] = sandbox
+        self.creating += 1
+        sandbox.task = asyncio.get_running_loop().create_task(self._build(sandbox))
+        return sandbox
+
+    def _check_capabilities(self, network: str, upper: str) -> None:
+        able = self.backend.capabilities
+        for field, asked, offered in (
+            ("network", network, able.network),
+            ("upper", upper, able.upper),
+        ):
+            if asked not in offered:
+                raise Unsupported(
+                    f"{field}={asked!r} is not offered by the {self.backend.name} backend here",
+                    reason=f"offered: {', '.join(offered)}",
+                )
+
+    async def _build(self, sandbox: Sandbox) -> None:
+        log.sandbox.set(sandbox.id)
+        error: DSecError | None = None
+        try:
+            async with self._gate:
+                if sandbox.state == "creating":
+                    async with asyncio.timeout(self.config.limits.create_timeout_s):
+                        await self._make(sandbox)
+        except DSecError as caught:
+            error = caught
+        except TimeoutError:
+            error = Timeout(f"not running after {self.config.limits.create_timeout_s:g} s")
+        except Exception as caught:
+            logger.exception("create failed unexpectedly")
+            error = Internal(f"create failed: {caught!r}")
+        self.creating -= 1
+        if error is not None:
+            self._build_failed(sandbox, error)
+        elif sandbox.state == "creating":
+            self._built(sandbox)
+            return
+        else:  # given up, or died, while it was being made
+            self._build_failed(sandbox, WrongState(sandbox.reason, state=sandbox.state))
+        await self._free(sandbox)
+
+    async def _make(self, sandbox: Sandbox) -> None:
+        sandbox.handle = handle = self.backend.prepare(sandbox.id, sandbox.spec)
+        try:
+            self._step("prepared")
+            await self.journal.write(sandbox.row("intent", claimed=False))
+        except BaseException:
+            self.backend.release(handle)
+            sandbox.handle = None
+            raise
+        self._step("intent")
+        instance = await self.backend.create(handle, sandbox.spec)
+        self._install(sandbox, instance)
+        self._step("created")
+        await self.journal.write(sandbox.row("running", claimed=sandbox.waiters > 0))
+        self._step("running")
+
+    def _install(self, sandbox: Sandbox, instance: Instance) -> None:
+        sandbox.handle, sandbox.channel = instance.handle, instance.channel
+        sandbox.address, sandbox.address6 = instance.address, instance.address6
+        sandbox.notes += [note for note in instance.notes if note not in sandbox.notes]
+
+    def _built(self, sandbox: Sandbox) -> None:
+        now = asyncio.get_running_loop().time()
+        sandbox.move("ready")
+        sandbox.idle_since = now
+        self.start_clocks(sandbox, now, now)
+        self.registry.creates.add()
+        self.registry.create_s.observe(now - sandbox.started)
+        sandbox.ready.set_result(None)
+        self.events.emit(sandbox.id, "created")
+        log.event(logger, logging.INFO, "created", ms=round((now - sandbox.started) * 1e3, 2))
+        if sandbox.waiters == 0 and sandbox.claim_deadline is None:
+            self.abandon(sandbox, self.config.limits.unclaimed_grace_s)
+
+    def _build_failed(self, sandbox: Sandbox, error: DSecError) -> None:
+        self.registry.failures.add(error.code)
+        if self._by_key.get((sandbox.owner, sandbox.key)) is sandbox:
+            del self._by_key[sandbox.owner, sandbox.key]  # a retry with this key tries again
+        if sandbox.state == "creating":
+            sandbox.reason = f"create failed: {error.message}"
+            sandbox.move("fail")
+            self.registry.stops.add("create_failed")
+        if not sandbox.ready.done():
+            sandbox.ready.set_exception(error)
+            sandbox.ready.exception()  # nobody may be waiting
+        log.event(logger, logging.WARNING, "create failed", code=error.code, why=error.message)
+
+    def start_clocks(self, sandbox: Sandbox, born: float, now: float) -> None:
+        """Arm idle timeout and maximum lifetime; `born` is the loop time of the creation."""
+        limits = self.config.limits
+        asked = sandbox.args.max_lifetime_s
+        bounds = [bound for bound in (asked, limits.max_lifetime_s) if bound]
+        sandbox.lifetime_end = born + min(bounds) if bounds else None
+        sandbox.idle_s = sandbox.args.ttl_running_stop or limits.default_idle_s or None
+        self.rearm(sandbox)
+
+    def rearm(self, sandbox: Sandbox) -> None:
+        """The sandbox's deadline may have moved to an earlier time."""
+        deadline = sandbox.deadline()
+        if deadline is not None:
+            self._timer.watch(sandbox.id, deadline[0])
+
+    async def create_many(
+        self, owner: str, keys: list[str], args: DSecContainerRunArgs
+    ) -> AsyncGenerator[tuple[str, Sandbox | DSecError], None]:
+        """Yield each key with its sandbox or error, in order of completion."""
+        done: asyncio.Queue[tuple[str, Sandbox | DSecError]] = asyncio.Queue()
+        made: list[Sandbox] = []
+        for key in keys:
+            try:
+                sandbox = self.request(owner, key, args)
+            except DSecError as error:
+                done.put_nowait((key, error))
+                continue
+            sandbox.waiters += 1
+            sandbox.claim_deadline = None
+            made.append(sandbox)
+            sandbox.ready.add_done_callback(_report(done, key, sandbox))
+        try:
+            for _ in keys:
+                yield await done.get()
+        finally:
+            for sandbox in made:
+                sandbox.waiters -= 1
+
+    def abandon(self, sandbox: Sandbox, grace_s: float) -> None:
+        """Nobody got the answer to this create: end it unless its key is asked again in time."""
+        if sandbox.waiters or sandbox.claims or sandbox.state not in ("creating", "running"):
+            return
+        if grace_s <= 0:
+            self.begin_stop(sandbox, "the caller gave the create up")
+            return
+        sandbox.claim_deadline = asyncio.get_running_loop().time() + grace_s
+        if sandbox.state == "running":
+            self.journal.post(sandbox.row("running", claimed=False))
+        self.rearm(sandbox)
+
+    # --- look up, use ---------------------------------------------------------------------------
+
+    def by_key(self, owner: str, key: str) -> Sandbox | None:
+        """Return the sandbox that has this idempotency key."""
+        return self._by_key.get((owner, key))
+
+    def get(self, name: str, owner: str = "") -> Sandbox:
+        """Return the sandbox, live or recently ended. Raises `NotFound`."""
+        sandbox = self.live.get(name) or self.ended.get(name)
+        if sandbox is None:
+            raise NotFound(f"no sandbox {name!r} on this host", id=name)
+        return sandbox
+
+    def enter(self, name: str) -> Sandbox:
+        """Begin a call into a sandbox; `leave` ends it. Raises `NotFound`, `WrongState`."""
+        sandbox = self.live.get(name)
+        if sandbox is None or sandbox.state != "running":
+            sandbox = self.get(name)
+            why = f": {sandbox.reason}" if sandbox.reason else ""
+            raise WrongState(f"sandbox {name} is {sandbox.state}{why}", state=sandbox.state)
+        sandbox.calls += 1
+        if sandbox.claim_deadline is not None:  # its answer arrived after all
+            sandbox.claim_deadline = None
+            sandbox.claims += 1
+        return sandbox
+
+    def leave(self, sandbox: Sandbox) -> None:
+        """End a call that `enter` began: the idle clock starts with the last one."""
+        sandbox.calls -= 1
+        if sandbox.calls == 0:
+            sandbox.idle_since = asyncio.get_running_loop().time()
+            if sandbox.idle_s is not None and sandbox.state == "running":
+                self._timer.watch(sandbox.id, sandbox.idle_since + sandbox.idle_s)
+
+    def set_timeout(self, sandbox: Sandbox, idle_s: float | None) -> None:
+        """Give a new idle timeout, counted from now."""
+        if sandbox.state != "running":
+            raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}", state=sandbox.state)
+        sandbox.idle_s = idle_s
+        sandbox.idle_since = asyncio.get_running_loop().time()
+        self.journal.post(sandbox.row("running"))
+        self.rearm(sandbox)
+
+    def select(self, labels: dict[str, str], with_ended: bool) -> Iterable[Sandbox]:
+        """Yield sandboxes that carry all of `labels`."""
+        pools = (self.live, self.ended) if with_ended else (self.live,)
+        for pool in pools:
+            for sandbox in pool.values():
+                if all(sandbox.args.labels.get(k) == v for k, v in labels.items()):
+                    yield sandbox
+
+    async def metrics(self, name: str) -> Metrics:
+        """Return what a live sandbox uses and may use. Raises `NotFound`, `WrongState`."""
+        sandbox = self.get(name)
+        if sandbox.state != "running" or sandbox.handle is None:
+            raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
+        usage, spec = await self.backend.usage(sandbox.handle), sandbox.spec
+        return Metrics(
+            memory_bytes=usage.memory_bytes,
+            memory_limit_bytes=spec.memory_bytes,
+            cpu_usage_s=usage.cpu_usage_s,
+            cpu_limit=spec.cpu_cores,
+            pids=usage.pids,
+            pids_limit=spec.pids,
+            disk_bytes=usage.disk_bytes,
+            disk_limit_bytes=usage.disk_limit_bytes or spec.disk_bytes,
+            oom_kills=usage.oom_kills,
+            rx_bytes=usage.rx_bytes,
+            tx_bytes=usage.tx_bytes,
+            uptime_s=asyncio.get_running_loop().time() - sandbox.started,
+        )
+
+    # --- end ------------------------------------------------------------------------------------
+
+    def begin_stop(self, sandbox: Sandbox, reason: str) -> None:
+        """Start ending a sandbox; nothing happens to one that ends already."""
+        if sandbox.state not in ("creating", "running"):
+            return
+        building = sandbox.state == "creating"
+        sandbox.move("stop")
+        sandbox.reason = reason
+        if building:
+            return  # the build task sees the state and frees
+        sandbox.task = asyncio.get_running_loop().create_task(self._free(sandbox))
+
+    async def stop(self, name: str, reason: str = "stopped by request") -> Sandbox:
+        """End a sandbox and wait until its resources are free. Idempotent.
+
+        Raises `NotFound`, and `Timeout` when the host takes longer than `limits.stop_timeout_s`;
+        the work then goes on by itself.
+        """
+        sandbox = self.get(name)
+        self.begin_stop(sandbox, reason)
+        if not sandbox.gone.done():
+            try:
+                async with asyncio.timeout(self.config.limits.stop_timeout_s):
+                    await asyncio.shield(sandbox.gone)
+            except TimeoutError:
+                raise Timeout(f"sandbox {name} is still being stopped", id=name) from None
+        return sandbox
+
+    async def _free(self, sandbox: Sandbox) -> None:
+        """Give everything back, however often it takes; then the sandbox is no longer live."""
+        log.sandbox.set(sandbox.id)
+        if sandbox.channel is not None:
+            channel, sandbox.channel = sandbox.channel, None
+            channel.close()
+        handle, (delay, longest) = sandbox.handle, DESTROY_RETRY_S
+        while handle is not None:
+            try:
+                await self.backend.destroy(handle)
+                break
+            except Exception as error:
+                log.event(logger, logging.ERROR, "destroy failed, will retry", why=repr(error))
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, longest)
+        self._step("destroyed")
+        if sandbox.state == "stopping":
+            sandbox.move("freed")
+            self.events.emit(sandbox.id, "stopped", reason=sandbox.reason)
+            self.registry.stops.add("stopped")
+        self._bury(sandbox, had_row=handle is not None)
+
+    def _bury(self, sandbox: Sandbox, had_row: bool) -> None:
+        self._timer.forget(sandbox.id)
+        if self.live.pop(sandbox.id, None) is not None:
+            self.admission.give_back(sandbox.spec)
+        if had_row:
+            self.journal.post(sandbox.row("ended"))
+        self.remember(sandbox)
+        sandbox.task = None
+        if not sandbox.gone.done():
+            sandbox.gone.set_result(None)
+        log.event(logger, logging.INFO, sandbox.state, reason=sandbox.reason)
+
+    def remember(self, sandbox: Sandbox) -> None:
+        """Keep an ended sandbox for a while, to answer why it ended."""
+        limits = self.config.limits
+        self.ended[sandbox.id] = sandbox
+        oldest = (sandbox.ended_at or 0.0) - limits.ended_kept_s
+        while self.ended:
+            first = next(iter(self.ended.values()))
+            if len(self.ended) <= limits.ended_kept and (first.ended_at or 0.0) >= oldest:
+                break
+            self.ended.popitem(last=False)
+            self.journal.drop(first.id)
+            if self._by_key.get((first.owner, first.key)) is first:
+                del self._by_key[first.owner, first.key]
+
+    # --- what happens by itself -----------------------------------------------------------------
+
+    def died(self, name: str, death: Death) -> None:
+        """A backend's sandbox is gone: its callers learn it now, not at their next call."""
+        sandbox = self.live.get(name)
+        if sandbox is None or sandbox.state in FINAL or sandbox.state == "stopping":
+            return
+        building = sandbox.state == "creating"
+        sandbox.reason = death.reason
+        sandbox.move("fail")
+        self.registry.stops.add("failed")
+        self.events.emit(name, "failed", reason=death.reason)
+        log.event(logger, logging.WARNING, "died", sandbox=name, reason=death.reason)
+        if not building:
+            sandbox.task = asyncio.get_running_loop().create_task(self._free(sandbox))
+
+    def oom(self, name: str, kills: int) -> None:
+        """The kernel killed a process of the sandbox for its memory limit."""
+        sandbox = self.live.get(name)
+        if sandbox is None or kills <= sandbox.oom_kills:
+            return
+        new = kills - sandbox.oom_kills
+        sandbox.oom_kills = kills
+        self.registry.oom.add(amount=new)
+        self.events.emit(name, "oom", kills=str(new))
+        log.event(logger, logging.WARNING, "out of memory", sandbox=name, kills=new)
+
+    def refresh_oom(self, sandbox: Sandbox) -> int:
+        """Return the number of OOM kills so far, read now."""
+        if sandbox.handle is not None and self.backend.capabilities.oom:
+            self.oom(sandbox.id, self.backend.oom_kills(sandbox.handle))
+        return sandbox.oom_kills
+
+    def _look(self, name: str) -> float | None:
+        """The timer asks: end the sandbox if its time has come, else say when to ask again."""
+        sandbox = self.live.get(name)
+        if sandbox is None or sandbox.state not in ("creating", "running"):
+            return None
+        deadline = sandbox.deadline()
+        if deadline is None:
+            return None
+        when, reason = deadline
+        if when > asyncio.get_running_loop().time() + 0.001:
+            return when
+        self.events.emit(name, "expired", reason=reason)
+        self.begin_stop(sandbox, reason)
+        return None
+
+    # --- the daemon's own end -------------------------------------------------------------------
+
+    def adopt(self, sandbox: Sandbox) -> None:
+        """Enter a sandbox that recovery found (live) or remembers (ended)."""
+        self._by_key[sandbox.owner, sandbox.key] = sandbox
+        if sandbox.state in FINAL:
+            self.remember(sandbox)
+        else:
+            self.live[sandbox.id] = sandbox
+            self.admission.count(sandbox.spec)
+
+    async def close(self, keep: bool) -> None:
+        """End the engine. `keep`: running sandboxes stay for the next daemon."""
+        self._closing = True
+        self._timer.close()
+        keep = keep and self.backend.capabilities.survives_daemon
+        if not keep:
+            for sandbox in list(self.live.values()):
+                self.begin_stop(sandbox, "dsecd was stopped")
+        tasks = [s.task for s in self.live.values() if s.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=self.config.stop.timeout_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            if late:
+                logger.error("%d sandboxes were not freed; the next start frees them", len(late))
+        for sandbox in self.live.values():
+            if sandbox.channel is not None:
+                sandbox.channel.close()
+        self.events.close()
+        await self.backend.close()
+        self.journal.close()
+
+
+def _report(
+    done: asyncio.Queue[tuple[str, Sandbox | DSecError]], key: str, sandbox: Sandbox
+) -> Callable[[asyncio.Future[None]], None]:
+    def report(ready: asyncio.Future[None]) -> None:
+        error = ready.exception()
+        if error is None:
+            done.put_nowait((key, sandbox))
+        else:
+            done.put_nowait((key, error if isinstance(error, DSecError) else Internal(repr(error))))
+
+    return report

@@ -1,0 +1,152 @@
+"""The start of a daemon after another one: what the journal says against what is there.
+
+Order: every journalled sandbox that was running is offered to the backend; those alive are
+re-adopted with their clocks, the rest is destroyed; a create that was under way is destroyed,
+because its caller got no answer and will ask again; then the backend sweeps whatever carries our
+names and belongs to nobody. Bounded concurrency: 500 sandboxes must be back in under 3 s, and the
+kernel's side of it is serial.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+
+from dsecd import log
+from dsecd.backends.abc import HANDLE_VERSION, Handle
+from dsecd.engine.journal import Row
+from dsecd.engine.manager import Manager
+from dsecd.engine.request import compile_spec
+from dsecd.engine.sandbox import Sandbox
+from libdsec.model import State
+
+logger = logging.getLogger("dsecd.recovery")
+PARALLEL = 32
+
+
+async def recover(manager: Manager) -> tuple[int, int]:
+    """Bring the engine to the state of the host. Returns (re-adopted, freed)."""
+    begun = time.monotonic()
+    rows = manager.journal.rows()
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(row: Row) -> bool:
+        async with gate:
+            return await _recover_one(manager, row)
+
+    present = [row for row in rows if row.state != "ended"]
+    kept = sum(await asyncio.gather(*(one(row) for row in present)))
+    for row in sorted(rows, key=lambda row: row.ended_at or 0.0):
+        if row.state == "ended":
+            _remember(manager, row)
+    swept = list(await manager.backend.sweep(frozenset(manager.live)))
+    for what in swept:
+        log.event(logger, logging.WARNING, "removed a left-over", what=what)
+    freed = len(present) - kept
+    if rows or swept:
+        log.event(
+            logger, logging.INFO, "recovered", readopted=kept, freed=freed, swept=len(swept),
+            ms=round((time.monotonic() - begun) * 1e3, 1),
+        )  # fmt: skip
+    return kept, freed
+
+
+async def _recover_one(manager: Manager, row: Row) -> bool:
+    """Re-adopt or free one sandbox; True when it is live."""
+    handle = _handle(row)
+    if handle is None:  # nothing to free it by: sweep finds what it left
+        manager.journal.drop(row.id)
+        return False
+    with log.about(row.id):
+        try:
+            if row.state == "running" and await _readopt(manager, row, handle):
+                return True
+        except Exception:
+            logger.exception("cannot re-adopt; the sandbox is freed")
+        sandbox = _sandbox(manager, row)
+        sandbox.handle = handle
+        if row.state == "intent":
+            await _free(manager, sandbox, handle)
+            manager.journal.drop(row.id)
+            return False
+        sandbox.state = "failed"
+        sandbox.reason = "found dead when dsecd started"
+        sandbox.ended_at = time.time()
+        await _free(manager, sandbox, handle)
+        manager.journal.post(sandbox.row("ended"))
+        _settle(sandbox)
+        manager.adopt(sandbox)
+        manager.events.emit(row.id, "failed", reason=sandbox.reason)
+        return False
+
+
+async def _free(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
+    """Destroy once; what does not go now is left to `sweep`, which reports it."""
+    try:
+        await manager.backend.destroy(handle)
+    except Exception:
+        logger.exception("cannot free the left-overs of %s", sandbox.id)
+
+
+async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
+    instance = await manager.backend.recover(handle)
+    if instance is None:
+        return False
+    sandbox = _sandbox(manager, row)
+    sandbox.handle, sandbox.channel = instance.handle, instance.channel
+    sandbox.address, sandbox.address6, sandbox.notes = row.address, row.address6, row.notes
+    sandbox.state = "running"
+    _settle(sandbox)
+    manager.adopt(sandbox)
+    now = asyncio.get_running_loop().time()
+    born = now - max(0.0, time.time() - row.created_at)
+    sandbox.started = born
+    manager.start_clocks(sandbox, born, now)
+    sandbox.idle_s = row.idle_s
+    sandbox.oom_kills = manager.backend.oom_kills(instance.handle)
+    manager.rearm(sandbox)
+    if not row.claimed:
+        manager.abandon(sandbox, manager.config.limits.unclaimed_grace_s)
+    manager.events.emit(row.id, "readopted")
+    return True
+
+
+def _remember(manager: Manager, row: Row) -> None:
+    sandbox = _sandbox(manager, row)
+    final: State = "failed" if row.final == "failed" else "stopped"
+    sandbox.state, sandbox.reason, sandbox.ended_at = final, row.reason, row.ended_at
+    _settle(sandbox)
+    manager.adopt(sandbox)
+
+
+def _sandbox(manager: Manager, row: Row) -> Sandbox:
+    now = asyncio.get_running_loop().time()
+    spec = compile_spec(row.id, row.args)
+    sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
+    sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
+    sandbox.created_at, sandbox.notes = row.created_at, row.notes
+    return sandbox
+
+
+def _settle(sandbox: Sandbox) -> None:
+    """Nobody waits for the create of a recovered sandbox; ended ones hold nothing."""
+    sandbox.ready.set_result(None)
+    if sandbox.state != "running":
+        sandbox.gone.set_result(None)
+
+
+def _handle(row: Row) -> Handle | None:
+    try:
+        handle = msgspec.msgpack.decode(row.handle, type=Handle)
+    except msgspec.DecodeError:
+        return None
+    if handle.version != HANDLE_VERSION:
+        log.event(
+            logger, logging.ERROR, "journalled by another version", sandbox=row.id,
+            version=handle.version,
+        )  # fmt: skip
+        return None
+    return handle

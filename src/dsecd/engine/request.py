@@ -1,0 +1,88 @@
+"""A create request, checked and put into the units of the kernel. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from dsecd.model import Spec
+from libdsec.errors import InvalidArgument
+from libdsec.model import DSecContainerRunArgs
+
+MIB = 1 << 20
+MIN_MEMORY_MB = 8
+MAX_KEY = 200
+_HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
+_ENV_NAME = re.compile(r"[^=\0]+")
+_USER = re.compile(r"[^:\0\n/]{1,64}(:[^:\0\n/]{1,64})?")
+
+SEALED_NOTE = (
+    "network_rules are accepted but this host does not enforce allowlists yet: the sandbox is "
+    "sealed (loopback only)"
+)
+
+
+def _require(condition: bool, field: str, message: str) -> None:
+    if not condition:
+        raise InvalidArgument(f"{field}: {message}", field=field)
+
+
+def check_key(key: str) -> None:
+    """Raise `InvalidArgument` for an idempotency key that cannot be used."""
+    _require(0 < len(key) <= MAX_KEY, "key", f"1 to {MAX_KEY} characters are required")
+
+
+def compile_spec(sandbox: str, args: DSecContainerRunArgs) -> Spec:
+    """Return the spec of `args`. Raises `InvalidArgument` naming the field."""
+    _check_limits(args)
+    _check_texts(args)
+    sealed = args.network_rules is not None
+    return Spec(
+        image=args.container_image,
+        memory_bytes=args.memory_limit_mb * MIB,
+        cpu_cores=args.cpu_cores_limit,
+        pids=args.pids_limit,
+        disk_bytes=args.disk_limit_mb * MIB,
+        upper=args.upper,
+        network="none" if sealed else args.network,
+        sealed=sealed,
+        user=args.init_user,
+        workdir=args.workdir or "",
+        env=args.env,
+        hostname=args.hostname or sandbox.rpartition("-")[2],
+        no_new_privileges=args.no_new_privileges,
+        output_limit=args.output_limit_mb * MIB,
+        spool_limit=args.spool_limit_mb * MIB,
+    )
+
+
+def _check_limits(args: DSecContainerRunArgs) -> None:
+    _require(bool(args.container_image), "container_image", "a layer's name or digest is required")
+    _require(
+        args.memory_limit_mb >= MIN_MEMORY_MB, "memory_limit_mb", f"at least {MIN_MEMORY_MB} MiB"
+    )
+    _require(args.memory_limit_mb <= 1 << 24, "memory_limit_mb", "at most 16 TiB")
+    cores = args.cpu_cores_limit
+    _require(math.isfinite(cores) and 0.01 <= cores <= 4096, "cpu_cores_limit", "0.01 to 4096")
+    _require(16 <= args.pids_limit <= 4194304, "pids_limit", "16 to 4194304")
+    _require(1 <= args.disk_limit_mb <= 1 << 24, "disk_limit_mb", "1 MiB to 16 TiB")
+    _require(1 <= args.output_limit_mb <= 1 << 16, "output_limit_mb", "1 MiB to 64 GiB")
+    _require(1 <= args.spool_limit_mb <= 1 << 16, "spool_limit_mb", "1 MiB to 64 GiB")
+    for field in ("ttl_running_stop", "max_lifetime_s"):
+        value = getattr(args, field)
+        good = value is None or (math.isfinite(value) and value > 0)
+        _require(good, field, "a positive number of seconds, or none")
+
+
+def _check_texts(args: DSecContainerRunArgs) -> None:
+    if args.hostname is not None:
+        _require(bool(_HOSTNAME.fullmatch(args.hostname)), "hostname", "not a valid host name")
+    _require(bool(_USER.fullmatch(args.init_user)), "init_user", "a name, uid, or uid:gid")
+    if args.workdir is not None:
+        good = args.workdir.startswith("/") and "\0" not in args.workdir
+        _require(good, "workdir", "an absolute path is required")
+    for name, value in args.env.items():
+        _require(bool(_ENV_NAME.fullmatch(name)), "env", f"{name!r} is not a variable name")
+        _require("\0" not in value, "env", f"the value of {name} contains a NUL")
+    size = sum(len(k) + len(v) for k, v in (*args.env.items(), *args.labels.items()))
+    _require(size <= 128 << 10, "env", "env and labels together may hold 128 KiB")

@@ -1,0 +1,132 @@
+"""One sandbox in the engine's memory. The manager alone changes it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from dsecd.backends.abc import Channel, Handle
+from dsecd.engine.journal import Row, RowState
+from dsecd.engine.lifecycle import FINAL, Action, after
+from dsecd.model import Spec
+from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
+
+COMMANDS_NOTED = 4096  # per sandbox
+
+
+class Sandbox:
+    """State, clocks and resources of one sandbox. Loop times unless a name ends in `_at`."""
+
+    __slots__ = (
+        "address", "address6", "args", "backend", "calls", "channel", "claim_deadline", "claims",
+        "commands", "created_at", "ended_at", "gone", "handle", "id", "idle_s", "idle_since", "key",
+        "lifetime_end", "node", "notes", "oom_kills", "owner", "ready", "reason", "spec", "started",
+        "state", "task", "waiters",
+    )  # fmt: skip
+
+    def __init__(
+        self, name: str, key: str, owner: str, args: DSecContainerRunArgs, spec: Spec, now: float
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.id, self.key, self.owner = name, key, owner
+        self.args, self.spec = args, spec
+        self.backend, self.node = "", ""
+        self.state: State = "creating"
+        self.reason = ""
+        self.created_at = time.time()
+        self.ended_at: float | None = None
+        self.started = now
+        self.handle: Handle | None = None
+        self.channel: Channel | None = None
+        self.address, self.address6 = "", ""
+        self.notes: list[str] = []
+        self.calls = 0  # open calls from outside
+        self.idle_since = now
+        self.idle_s: float | None = None
+        self.lifetime_end: float | None = None
+        self.claim_deadline: float | None = None  # nobody has got the answer to the create
+        self.waiters = 0  # callers that wait for the create
+        self.claims = 0  # callers that got its answer
+        self.oom_kills = 0
+        self.commands: dict[str, int] = {}  # cid → OOM kills before it began
+        self.ready: asyncio.Future[None] = loop.create_future()  # running, or the create's error
+        self.gone: asyncio.Future[None] = loop.create_future()  # all resources are given back
+        self.task: asyncio.Task[None] | None = None  # building or freeing
+
+    def move(self, action: Action) -> None:
+        """Take the transition `action`. Raises `WrongState`."""
+        self.state = after(self.state, action)
+        if self.state in FINAL and self.ended_at is None:
+            self.ended_at = time.time()
+
+    def command_began(self, cid: str) -> int:
+        """Note the start of a command; returns the number of OOM kills before it.
+
+        A cid that is known attaches to its command instead of starting one.
+        """
+        known = self.commands.get(cid)
+        if known is not None:
+            return known
+        if len(self.commands) >= COMMANDS_NOTED:
+            del self.commands[next(iter(self.commands))]
+        self.commands[cid] = self.oom_kills
+        return self.oom_kills
+
+    def oom_before(self, cid: str) -> int:
+        """Return the number of OOM kills before the command; 0 when that is no longer known."""
+        return self.commands.get(cid, 0)
+
+    def deadline(self) -> tuple[float, str] | None:
+        """Return when the sandbox has to end and why, as things stand now."""
+        ends: list[tuple[float, str]] = []
+        if self.lifetime_end is not None:
+            ends.append((self.lifetime_end, "maximum lifetime reached"))
+        if self.idle_s is not None and self.calls == 0:
+            ends.append((self.idle_since + self.idle_s, "idle timeout (ttl_running_stop) reached"))
+        if self.claim_deadline is not None:
+            ends.append((self.claim_deadline, "nobody received the answer to its create"))
+        return min(ends) if ends else None
+
+    def row(self, state: RowState, claimed: bool = True) -> Row:
+        """Return what the journal has to know."""
+        handle = None if state == "ended" else self.handle
+        return Row(
+            id=self.id,
+            key=self.key,
+            owner=self.owner,
+            state=state,
+            final=self.state if self.state in FINAL else "",
+            reason=self.reason,
+            created_at=self.created_at,
+            ended_at=self.ended_at,
+            idle_s=self.idle_s,
+            args=self.args,
+            handle=b"" if handle is None else msgspec.msgpack.encode(handle),
+            address=self.address,
+            address6=self.address6,
+            notes=self.notes,
+            claimed=claimed,
+        )
+
+    def info(self, with_args: bool = False) -> SandboxInfo:
+        """Return what a caller may know."""
+        end = self.deadline() if self.state == "running" else None
+        now = asyncio.get_running_loop().time()
+        return SandboxInfo(
+            id=self.id,
+            state=self.state,
+            image=self.args.container_image,
+            backend=self.backend,
+            created_at=self.created_at,
+            ended_at=self.ended_at,
+            expires_at=None if end is None else time.time() + end[0] - now,
+            reason=self.reason,
+            node=self.node,
+            address=self.address,
+            address6=self.address6,
+            labels=self.args.labels,
+            notes=self.notes,
+            args=self.args if with_args else None,
+        )

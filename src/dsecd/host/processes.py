@@ -1,0 +1,51 @@
+"""Who a process is, beyond its pid, which the kernel gives to another one later."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from pathlib import Path
+
+
+def start_ticks(pid: int) -> int:
+    """Return when `pid` began, in clock ticks since boot; 0 when there is no such process.
+
+    Field 22 of /proc/PID/stat (proc(5)), counted after the command name, which may hold anything.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def open_pidfd(pid: int, ticks: int) -> int:
+    """Return a pidfd of the process that had `pid` at `ticks`, -1 when it is gone."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    # opened first, compared then: the pid cannot pass to another process in between unseen
+    if start_ticks(pid) == ticks and not exited(fd):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def exited(pidfd: int) -> bool:
+    """Return whether the process behind `pidfd` has ended (a pidfd is then readable)."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def root_used_bytes(pid: int) -> int:
+    """Return the bytes used in the file system that is the root of `pid`, 0 when it is gone.
+
+    An overlay answers statfs(2) for its upper layer. Nothing below the root is looked up.
+    """
+    with contextlib.suppress(OSError):
+        found = os.statvfs(f"/proc/{pid}/root")
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+    return 0

@@ -1,0 +1,1 @@
+"""Layers as files: names, digests, import and the EROFS images they become."""

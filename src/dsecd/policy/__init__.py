@@ -1,0 +1,1 @@
+"""What a sandbox may do, turned from rules into kernel mechanisms."""

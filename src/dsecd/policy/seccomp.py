@@ -1,0 +1,296 @@
+"""The system call filter of every command in a sandbox: an assembler of classic BPF and the list.
+
+The filter is a deny list: unmodified software must run as root inside, so everything is allowed
+that the user namespace, the locked mounts and the empty network namespace already contain. What is
+denied is reachable state that no namespace covers (keys, BPF, module loading, clocks), large
+kernel surfaces that agents do not need (io_uring, userfaultfd, perf), and ways around a mount or a
+file policy (file handles, extent swapping, nested user namespaces).
+
+Shape: one check of the architecture, then a binary search over call numbers. The kernel emulates
+the program for each number when it is installed (kernel/seccomp.c, action cache), once per command;
+a search costs it seven steps where a list costs sixty.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+from dataclasses import dataclass, field
+
+from dsecd.host import syscalls
+from dsecd.host.syscalls import Arch
+
+# Classic BPF (linux/bpf_common.h) and seccomp(2)
+_LD_W_ABS, _ALU_AND_K, _RET_K = 0x20, 0x54, 0x06
+_JA, _JEQ_K, _JGE_K, _JSET_K = 0x05, 0x15, 0x35, 0x45
+_NR, _ARCH, _ARGS = 0, 4, 16
+ALLOW = 0x7FFF0000
+KILL_PROCESS = 0x80000000
+_ERRNO = 0x00050000
+_AUDIT_ARCH: dict[Arch, int] = {
+    "x86_64": 0xC000003E,
+    "aarch64": 0xC00000B7,
+    "i386": 0x40000003,
+}
+_X32_BIT = 0x40000000
+MAX_INSTRUCTIONS = 4096  # BPF_MAXINSNS
+
+Instruction = tuple[int, int, int, int]
+Program = list[Instruction]
+
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+
+# call: errno. EPERM is "not here"; ENOSYS makes software take its fall-back path.
+DENIED: dict[str, int] = {
+    # keyrings are per uid and user namespace and would survive into the range's next sandbox
+    "add_key": errno.EPERM,
+    "keyctl": errno.EPERM,
+    "request_key": errno.EPERM,
+    # kernel surfaces with a record of privilege escalation and no use in a sandbox
+    "bpf": errno.EPERM,
+    "perf_event_open": errno.EPERM,
+    "userfaultfd": errno.EPERM,
+    "io_uring_setup": errno.ENOSYS,
+    "io_uring_enter": errno.ENOSYS,
+    "io_uring_register": errno.ENOSYS,
+    "fanotify_init": errno.EPERM,
+    # opens any file of a file system by number, below masks and outside the root (CVE "shocker")
+    "open_by_handle_at": errno.EPERM,
+    # the call form of FS_IOC_FSSETXATTR: project ids carry the disk limit
+    "file_setattr": errno.EPERM,
+    # state of the host that no namespace covers
+    "acct": errno.EPERM,
+    "clock_settime": errno.EPERM,
+    "clock_settime64": errno.EPERM,
+    "settimeofday": errno.EPERM,
+    "stime": errno.EPERM,
+    "create_module": errno.EPERM,
+    "delete_module": errno.EPERM,
+    "finit_module": errno.EPERM,
+    "init_module": errno.EPERM,
+    "ioperm": errno.EPERM,
+    "iopl": errno.EPERM,
+    "kexec_file_load": errno.EPERM,
+    "kexec_load": errno.EPERM,
+    "lookup_dcookie": errno.EPERM,
+    "quotactl": errno.EPERM,
+    "quotactl_fd": errno.EPERM,
+    "reboot": errno.EPERM,
+    "swapoff": errno.EPERM,
+    "swapon": errno.EPERM,
+    "syslog": errno.EPERM,
+    "vhangup": errno.EPERM,
+    # obsolete; some kernels still carry code behind them
+    "_sysctl": errno.ENOSYS,
+    "get_kernel_syms": errno.ENOSYS,
+    "nfsservctl": errno.ENOSYS,
+    "query_module": errno.ENOSYS,
+    "sysfs": errno.ENOSYS,
+    "uselib": errno.ENOSYS,
+    "ustat": errno.ENOSYS,
+    "vm86": errno.ENOSYS,
+    "vm86old": errno.ENOSYS,
+    # its arguments lie behind a pointer; 32-bit libraries fall back to socket(2)
+    "socketcall": errno.ENOSYS,
+}
+
+# socket(2) families that stay; all others answer as on a kernel without them
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_SOCK_PACKET = 10  # socket(AF_INET, SOCK_PACKET) is AF_PACKET in disguise
+# routes and addresses, ss, udev's monitor. libaudit takes EPROTONOSUPPORT as "no audit here".
+_NETLINK_ALLOWED = (0, 4, 15)
+
+# ioctl(2) by type byte: which numbers stay. The file-system types reach swapping of extents
+# (XFS_IOC_SWAPEXT, EXCHANGE_RANGE, EXT4_IOC_MOVE_EXT, SWAP_BOOT), immutable flags, project ids,
+# freezing, and btrfs snapshots; denying all but the known reads leaves no room for a new one.
+_IOCTL_TYPES: dict[int, tuple[int, ...]] = {
+    ord("X"): (31,),  # FS_IOC_FSGETXATTR
+    ord("f"): (1, 11),  # FS_IOC_GETFLAGS, FS_IOC_FIEMAP
+    0x94: (9, 13, 54),  # FICLONE, FICLONERANGE, FIDEDUPERANGE
+}
+# Terminal injection (TIOCSTI, TIOCLINUX), console capture, loading of line disciplines
+IOCTLS_DENIED = (0x5412, 0x541C, 0x541D, 0x5423)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a sandbox may have beyond the default.
+
+    `nested_namespaces` allows user and network namespaces inside (a browser's own sandbox,
+    rootless containers) at the price of the kernel surface behind them; `i386` lets 32-bit x86
+    programs run, under the same list.
+    """
+
+    nested_namespaces: bool = False
+    i386: bool = False
+    extra_denied: dict[str, int] = field(default_factory=dict)
+
+
+def default_filter(options: Options | None = None, arch: Arch | None = None) -> bytes:
+    """Return the filter as an array of `struct sock_filter` (8 bytes each, host byte order)."""
+    chosen = options or Options()
+    native = arch or syscalls.host_arch()
+    return pack(assemble(chosen, native))
+
+
+def pack(program: Program) -> bytes:
+    """Return `program` in the kernel's layout. Raises `ValueError` when it is too long."""
+    if len(program) > MAX_INSTRUCTIONS:
+        raise ValueError(f"filter has {len(program)} instructions, the kernel takes 4096")
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def assemble(options: Options, native: Arch) -> Program:
+    """Return the whole program: one part for each architecture, every other is killed.
+
+    Killed and not refused: a program of a foreign architecture cannot even exit when each of its
+    calls fails, and would spin.
+    """
+    arches: list[Arch] = [native]
+    if options.i386 and native == "x86_64":
+        arches.append("i386")
+    program: Program = [(_LD_W_ABS, 0, 0, _ARCH)]
+    for arch in arches:
+        body = _body(options, arch)
+        program += _skip_unless(_AUDIT_ARCH[arch], body)
+        program += body
+    program.append((_RET_K, 0, 0, KILL_PROCESS))
+    return program
+
+
+def _skip_unless(value: int, body: Program) -> Program:
+    """Fall into `body` when the accumulator is `value`, jump behind it otherwise."""
+    return [(_JEQ_K, 1, 0, value), (_JA, 0, 0, len(body))]
+
+
+def _body(options: Options, arch: Arch) -> Program:
+    """Return the search over the numbers of `arch`; it always ends in a verdict."""
+    rules = sorted(_rules(options, arch).items())
+    body: Program = [(_LD_W_ABS, 0, 0, _NR)]
+    if arch == "x86_64":
+        # x32 calls carry the same architecture and would pass by under other numbers
+        body += [(_JGE_K, 0, 1, _X32_BIT), _refuse(errno.ENOSYS)]
+    return body + _search(rules)
+
+
+def _search(rules: list[tuple[int, Program]]) -> Program:
+    """Return a binary search for the number in the accumulator; unlisted numbers are allowed."""
+    if len(rules) == 1:
+        number, leaf = rules[0]
+        return [*_long(_JEQ_K, number, [_allow()], leaf)]
+    middle = len(rules) // 2
+    low, high = _search(rules[:middle]), _search(rules[middle:])
+    return _long(_JGE_K, rules[middle][0], low, high)
+
+
+def _long(test: int, value: int, otherwise: Program, then: Program) -> Program:
+    """Return ``if test(value) then … otherwise …``; short jumps reach 255 instructions only."""
+    if len(otherwise) <= 255:
+        return [(test, len(otherwise), 0, value), *otherwise, *then]
+    return [(test, 0, 1, value), (_JA, 0, 0, len(otherwise)), *otherwise, *then]
+
+
+def _rules(options: Options, arch: Arch) -> dict[int, Program]:
+    """Return by call number the code that decides it."""
+    leaves: dict[str, Program] = {
+        name: [_refuse(code)] for name, code in (DENIED | options.extra_denied).items()
+    }
+    if not options.i386:
+        leaves["modify_ldt"] = [_refuse(errno.ENOSYS)]  # segments serve 16- and 32-bit code only
+    if not options.nested_namespaces:
+        namespaces = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET)
+        leaves["clone"] = namespaces
+        leaves["unshare"] = namespaces
+        # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
+        leaves["clone3"] = [_refuse(errno.ENOSYS)]
+    leaves["socket"] = leaves["socketpair"] = _socket()
+    leaves["ioctl"] = _ioctl()
+    numbered = ((syscalls.number(name, arch), leaf) for name, leaf in leaves.items())
+    return {number: leaf for number, leaf in numbered if number is not None}
+
+
+def _refuse(code: int) -> Instruction:
+    return (_RET_K, 0, 0, _ERRNO | code)
+
+
+def _allow() -> Instruction:
+    return (_RET_K, 0, 0, ALLOW)
+
+
+def _argument(index: int) -> Instruction:
+    """Load an argument's low half: ints and ioctl commands ignore the high one, so must we."""
+    return (_LD_W_ABS, 0, 0, _ARGS + 8 * index)
+
+
+def _refuse_flags(flags: int) -> Program:
+    return [_argument(0), (_JSET_K, 0, 1, flags), _refuse(errno.EPERM), _allow()]
+
+
+def _one_of(values: tuple[int, ...], refusal: int) -> Program:
+    """Return: allow when the accumulator is one of `values`, refuse otherwise."""
+    program: Program = []
+    for position, value in enumerate(values):
+        program.append((_JEQ_K, len(values) - position, 0, value))
+    return [*program, _refuse(refusal), _allow()]
+
+
+def _socket() -> Program:
+    """Families unix, inet, inet6 and, by protocol, netlink."""
+    netlink = [_argument(2), *_one_of(_NETLINK_ALLOWED, errno.EPROTONOSUPPORT)]
+    inet = [
+        _argument(1),
+        (_ALU_AND_K, 0, 0, 0xF),
+        (_JEQ_K, 0, 1, _SOCK_PACKET),
+        _refuse(errno.EAFNOSUPPORT),
+        _allow(),
+    ]
+    start: Program = [
+        _argument(0),
+        (_JEQ_K, 0, 1, _AF_UNIX),
+        _allow(),
+        (_JEQ_K, 0, 1, _AF_INET6),
+        _allow(),
+        (_JEQ_K, 0, len(inet), _AF_INET),
+        *inet,
+        (_JEQ_K, 0, len(netlink), _AF_NETLINK),
+        *netlink,
+        _refuse(errno.EAFNOSUPPORT),
+    ]
+    return start
+
+
+def _ioctl() -> Program:
+    """Refuse single commands, then types but for their reads; allow the rest."""
+    program: Program = [_argument(1)]
+    for command in IOCTLS_DENIED:
+        program += [(_JEQ_K, 0, 1, command), _refuse(errno.EPERM)]
+    for kind, numbers in _IOCTL_TYPES.items():
+        numbered = [
+            _argument(1),
+            (_ALU_AND_K, 0, 0, 0xFF),
+            *_one_of(numbers, errno.EPERM),
+        ]
+        program += [
+            _argument(1),
+            (_ALU_AND_K, 0, 0, 0xFF00),
+            (_JEQ_K, 0, len(numbered), kind << 8),
+            *numbered,
+        ]
+    return [*program, _allow()]
+
+
+def describe(options: Options | None = None) -> list[str]:
+    """Return the refused calls and families in words, for documentation and `dsec policy`."""
+    chosen = options or Options()
+    lines = [
+        f"{name}: {errno.errorcode[code]}"
+        for name, code in sorted((DENIED | chosen.extra_denied).items())
+    ]
+    if not chosen.nested_namespaces:
+        lines.append("clone, unshare: EPERM with CLONE_NEWUSER or CLONE_NEWNET; clone3: ENOSYS")
+    lines.append("socket: unix, inet, inet6 and netlink (route, sock_diag, uevent) only")
+    lines.append(
+        "ioctl: no extent swapping, file flags, btrfs control, TIOCSTI, TIOCLINUX, TIOCSETD"
+    )
+    return lines

@@ -1,0 +1,77 @@
+"""A whole daemon with the fake backend, on a real socket, in the test's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from dsecd.backends.fake import FakeBackend
+from dsecd.config import Config, Limits, Paths
+from dsecd.model import Reading
+from dsecd.service import Service
+from tests.wire_client import WireClient
+
+
+class QuietHost:
+    """A host with plenty of everything; tests change `reading`."""
+
+    cpus = 8
+
+    def __init__(self) -> None:
+        self.reading = Reading(
+            memory_total_bytes=64 << 30,
+            memory_available_bytes=60 << 30,
+            tasks=300,
+            tasks_max=4_000_000,
+        )
+
+    def read(self) -> Reading:
+        return self.reading
+
+
+class Bench:
+    """One state directory and one backend, over any number of daemon lives."""
+
+    def __init__(self, limits: Limits, latency_s: float) -> None:
+        # unix socket paths are short: not below pytest's own tmp_path
+        self.root = Path(tempfile.mkdtemp(prefix="dsec-"))
+        self.config = Config(
+            backend="fake",
+            paths=Paths(runtime=str(self.root / "run"), state=str(self.root / "lib")),
+            limits=limits,
+        )
+        self.backend = FakeBackend(latency_s)
+        self.host = QuietHost()
+        self.service: Service | None = None
+        self.clients: list[WireClient] = []
+
+    async def start(self) -> Service:
+        self.service = Service(self.config, self.backend, self.host)
+        await self.service.start()
+        return self.service
+
+    async def client(self) -> WireClient:
+        client = await WireClient.connect(self.config.socket)
+        self.clients.append(client)
+        return client
+
+    async def close(self, keep: bool = False) -> None:
+        if self.service is not None:
+            await self.service.close(keep)
+            self.service = None
+
+
+@contextlib.asynccontextmanager
+async def bench(limits: Limits = Limits(), latency_s: float = 0.0) -> AsyncIterator[Bench]:  # noqa: B008
+    made = Bench(limits, latency_s)
+    try:
+        await made.start()
+        yield made
+    finally:
+        for client in made.clients:
+            await client.close()
+        await made.close()
+        shutil.rmtree(made.root)

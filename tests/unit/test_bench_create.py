@@ -1,0 +1,96 @@
+"""What `dsec-bench create` computes, promises and accepts, without a host to measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from dsec_bench import main as command_line
+from dsec_bench.bench import Context, Options
+from dsec_bench.create import CREATE, parts
+from dsec_bench.create.daemon import UID_RANGES, configuration
+from dsec_bench.create.growth import Level, idle_mib
+from dsec_bench.create.image import Root, place
+from dsec_bench.create.memory import used_bytes
+from dsec_bench.progress import Steps
+from dsec_bench.report import Report
+
+from dsecd import config
+from dsecd.images.store import LayerStore
+
+PROMISED = {
+    "sdk_vs_crun", "sdk_vs_bubblewrap", "sdk_vs_docker", "native_vs_crun", "native_vs_floor",
+    "burst2000_succeeded", "p99_live3000_vs_live0", "idle_mib_per_sandbox", "roundtrip_ms",
+    "readopt500_s",
+}  # fmt: skip
+MIB = 1 << 20
+
+
+def test_every_promised_figure_has_a_part_that_measures_it() -> None:
+    assert set(CREATE.figures) == PROMISED
+    measured = {figure for figures, _ in parts.PARTS.values() for figure in figures}
+    assert measured == PROMISED
+
+
+@pytest.mark.parametrize("serial", [0, 1, 2])
+def test_our_daemons_share_nothing_with_a_default_one(serial: int) -> None:
+    ours = config.parse(configuration("bench-x", Path("/run/x"), Path("/var/tmp/x"), serial))
+    theirs = config.Config()
+    assert ours.cgroup.name != theirs.cgroup.name
+    assert ours.paths.runtime != theirs.paths.runtime
+    assert ours.network.pool4 != theirs.network.pool4
+    assert ours.network.pool6 != theirs.network.pool6
+    top = theirs.pools.uid_range_start + theirs.pools.uid_range_count * config.RANGE_SIZE
+    assert ours.pools.uid_range_start >= top
+    assert ours.pools.uid_range_count == UID_RANGES
+    assert ours.limits.sandboxes > max(parts.LIVE) + parts.CONCURRENCY
+
+
+def test_memory_in_use_counts_tmpfs_but_no_page_cache() -> None:
+    table = {"MemTotal": 1000, "MemFree": 300, "Buffers": 50, "Cached": 200, "Shmem": 80}
+    assert used_bytes(table) == 1000 - 300 - 50 - 200 + 80
+
+
+def test_idle_memory_is_the_growth_per_sandbox() -> None:
+    first, last = Level(0, [], 100 * MIB), Level(1000, [], 600 * MIB)
+    assert idle_mib(first, last) == pytest.approx(0.5)
+    assert idle_mib(Level(0, [], None), last) is None
+    assert idle_mib(last, last) is None
+
+
+def test_an_image_is_placed_under_its_name_and_digest(tmp_path: Path) -> None:
+    image = tmp_path / "root.erofs"
+    image.write_bytes(b"not mounted here")
+    try:
+        place(Root(image, "test"), tmp_path / "layers", "base/debian:12")
+    except Exception as error:  # the store refuses directories that EROFS cannot be mounted from
+        pytest.skip(str(error))
+    layer = LayerStore(tmp_path / "layers").resolve("base/debian:12")
+    assert layer.path.read_bytes() == b"not mounted here"
+
+
+def test_a_run_without_daemon_reports_every_figure_as_missing(tmp_path: Path) -> None:
+    report = Report("create", CREATE.figures, {})
+    options = Options(quick=True, endpoint=f"unix:{tmp_path}/no.sock")
+    with Steps() as steps:
+        CREATE.run(Context(options, report, steps))
+    assert set(report.missing) == PROMISED
+    assert all("no.sock does not exist" in reason for reason in report.missing.values())
+    assert not report.complete
+
+
+def test_the_command_refuses_unknown_peers_and_parts() -> None:
+    runner = CliRunner()
+    result = runner.invoke(command_line.main, ["create", "--peers", "crun,rkt"])
+    assert result.exit_code == 2
+    assert "no such peer: rkt" in result.output
+    assert runner.invoke(command_line.main, ["create", "--only", "nothing"]).exit_code == 2
+
+
+def test_a_missing_figure_is_exit_code_one(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    argv = ["create", "--endpoint", f"unix:{tmp_path}/no.sock", "--json", str(file)]
+    result = CliRunner().invoke(command_line.main, argv)
+    assert result.exit_code == 1
+    assert '"figures": {}' in file.read_text()
