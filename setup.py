@@ -23,7 +23,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 NATIVE = "src/_fastpath"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wmissing-prototypes", "-Wvla")
-COMMON = ("-std=gnu11", "-D_GNU_SOURCE", f"-I{NATIVE}")
+COMMON = ("-std=gnu11", "-D_GNU_SOURCE=", f"-I{NATIVE}")
 RELEASE = ("-O2", "-g1", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2")
 SANITIZE = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
             "-fno-sanitize-recover=undefined")  # fmt: skip

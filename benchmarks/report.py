@@ -113,8 +113,9 @@ def show(report: Report, console: Console) -> None:
     """Print the report's tables."""
     for series in dict.fromkeys(row.series for row in report.rows):
         console.print(_series_table(report, series))
-    if any(row.summary.steps_ms for row in report.rows):
-        console.print(_steps_table(report))
+    by_step = [row for row in report.rows if row.summary.steps_ms and row.series != "growth"]
+    if by_step:
+        console.print(_steps_table(by_step))
     figures = Table("figure", "value", title=f"figures of dsec-bench {report.bench}")
     figures.columns[1].justify = "right"
     for name in report.wanted:
@@ -144,9 +145,8 @@ def _series_table(report: Report, series: str) -> Table:
     return table
 
 
-def _steps_table(report: Report) -> Table:
+def _steps_table(rows: list[Row]) -> Table:
     """Medians of each step, one column for each who was measured step by step."""
-    rows = [row for row in report.rows if row.summary.steps_ms and row.series != "growth"]
     table = Table("step, ms", title="medians of the steps")
     for row in rows:
         table.add_column(f"{row.name}\n{row.concurrency} at once", justify="right")

@@ -1,4 +1,5 @@
 # The session of the DSec paper (Listing 1). Run it with: python -m libdsec examples/listing1.py
+# ruff: noqa: F704 - `python -m libdsec` runs scripts that use await at the top level
 from libdsec import DSecClient, DSecContainerRunArgs
 
 client = DSecClient()

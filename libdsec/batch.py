@@ -81,4 +81,3 @@ class Batch:
         made = unpack(raw, model.Created)
         if made.info is not None and made.key in self._open:
             self._link.post("sandbox.stop", model.SandboxRef(id=made.info.id))
-

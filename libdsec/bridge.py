@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import functools
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -119,7 +118,6 @@ class Registry:
         return lambda twin: self.wrap(twin._portal, getattr(twin._object, name))
 
     def _method(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original, assigned=("__doc__", "__annotations__"), updated=())
         def method(twin: Mirrored, /, *args: Any, **kwargs: Any) -> Any:
             async def work() -> Any:
                 answer = getattr(twin._object, name)(*args, **kwargs)
@@ -128,9 +126,9 @@ class Registry:
             result = twin._portal.run(work)
             return twin if result is twin._object else self.wrap(twin._portal, result)
 
-        method.__name__ = name
-        method.__signature__ = inspect.signature(original)
-        del method.__wrapped__
+        method.__name__, method.__doc__ = name, original.__doc__
+        described: Any = method
+        described.__signature__ = inspect.signature(original)  # help() and editors show this one
         return method
 
     def _iterate(self, portal: Portal, stream: AsyncIterator[Any]) -> Iterator[Any]:

@@ -137,7 +137,7 @@ class CommandHandle:
 
 
 async def kill(link: Link, sandbox_id: str, cid: str) -> bool:
-    args = model.SignalArgs(cid=cid, signal=9)
+    args = model.SignalArgs(cid=cid)
     call = link.call("exec.kill", args, type(None), target=sandbox_id, retry=True)
     return await execution.quietly(call)
 
@@ -152,12 +152,10 @@ async def start(
 ) -> CommandHandle:
     """Start `args` and return its handle. A cancelled start leaves no command behind."""
     try:
-        info = await link.call(
-            "exec.start", args, model.CommandInfo, target=sandbox_id, retry=True
-        )
+        info = await link.call("exec.start", args, model.CommandInfo, target=sandbox_id, retry=True)
     except BaseException as error:
         if not isinstance(error, Exception):
-            link.post("exec.kill", model.SignalArgs(cid=args.cid, signal=9), sandbox_id)
+            link.post("exec.kill", model.SignalArgs(cid=args.cid), sandbox_id)
         raise
     return CommandHandle(link, sandbox_id, info, stdout=stdout, stderr=stderr)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import inspect
-import uuid
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeAlias
 
@@ -31,7 +31,7 @@ _GRACE_S = 30.0  # beyond a command's own timeout, before its daemon is held to 
 
 def new_cid() -> str:
     """Return a fresh command id."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def text_sink(callback: TextCallback | None) -> Sink | None:
@@ -137,7 +137,7 @@ class OutputStream:
         if call is not None:
             call.cancel()
         if self._sent:
-            self._link.post("exec.kill", model.SignalArgs(cid=self.cid, signal=9), self._target)
+            self._link.post("exec.kill", model.SignalArgs(cid=self.cid), self._target)
 
     def release(self) -> None:
         """Stop following; the command goes on."""
@@ -226,6 +226,8 @@ async def run(
     first = None if feed is not None else args
     stream = OutputStream(link, target, args.cid, first=first, stdout=stdout, stderr=stderr)
     try:
+        if guard is None and feed is None:  # the usual case, and the one whose cost is promised
+            return await stream.drain()
         async with asyncio.timeout(guard):
             if feed is None:
                 return await stream.drain()
@@ -245,7 +247,7 @@ async def _run_fed(
     try:
         await link.call("exec.start", args, model.CommandInfo, target=target, retry=True)
     except BaseException:
-        link.post("exec.kill", model.SignalArgs(cid=args.cid, signal=9), target)
+        link.post("exec.kill", model.SignalArgs(cid=args.cid), target)
         raise
     stream.begin()
     feeder = asyncio.create_task(_feed(link, target, args.cid, data), name="libdsec-stdin")
@@ -265,7 +267,7 @@ async def _feed(link: Link, target: str, cid: str, data: bytes) -> None:
         await send_stdin(link, target, cid, data, eof=True)
     except ConnectionLost:
         # how much of the last chunk arrived is unknown, and the command may wait for more
-        link.post("exec.kill", model.SignalArgs(cid=cid, signal=9), target)
+        link.post("exec.kill", model.SignalArgs(cid=cid), target)
         raise
     except DSecError:
         return
@@ -287,4 +289,3 @@ async def quietly(work: Awaitable[Any]) -> bool:
     except NotFound:
         return False
     return True
-

@@ -149,9 +149,7 @@ class Files:
             done = await self._call("files.write", args, model.Transferred, retry=not append)
         else:
             blocks = transfer.blocks(data if whole is None else whole)
-            done = await transfer.deliver(
-                self._link, self._sandbox_id, "files.write", args, blocks
-            )
+            done = await transfer.deliver(self._link, self._sandbox_id, "files.write", args, blocks)
         return WriteInfo(path=os.fsdecode(args.path), size=done.size)
 
     # --- the tree
@@ -166,9 +164,7 @@ class Files:
             below: list[bytes] = []
             for directory in level:
                 args = model.PathArgs(path=directory, user=user)
-                for found in await self._call(
-                    "files.list", args, list[model.FileStat], retry=True
-                ):
+                for found in await self._call("files.list", args, list[model.FileStat], retry=True):
                     entry = _entry(found, posixpath.join(directory, found.name))
                     entries.append(entry)
                     if entry.type == "dir":
@@ -235,9 +231,7 @@ class Files:
         self, path: AnyPath, owner: str, *, recursive: bool = False, user: str | None = None
     ) -> None:
         """Set the owner of `path`: ``user``, ``user:group``, or numbers."""
-        args = model.ChangeArgs(
-            path=os.fsencode(path), owner=owner, recursive=recursive, user=user
-        )
+        args = model.ChangeArgs(path=os.fsencode(path), owner=owner, recursive=recursive, user=user)
         await self._call("files.chown", args, type(None), retry=True)
 
     # --- watching and copying
@@ -279,9 +273,7 @@ class Files:
             return done.size
         await self.make_dir(target, user=user)
         args = model.TarArgs(path=target, user=user)
-        return await transfer.upload_tree(
-            self._link, self._sandbox_id, args, source, on_progress
-        )
+        return await transfer.upload_tree(self._link, self._sandbox_id, args, source, on_progress)
 
     async def download(
         self,

@@ -121,7 +121,7 @@ class Created(_Info):
 
 
 class SandboxRef(_Args):
-    """op `sandbox.get` → `SandboxInfo`; `sandbox.stop` → `SandboxInfo`; `sandbox.metrics` → `Metrics`."""
+    """op `sandbox.get`, `sandbox.stop` → `SandboxInfo`; op `sandbox.metrics` → `Metrics`."""
 
     id: str
 
@@ -229,13 +229,14 @@ class PtySize(_Args):
 
 
 class ExecArgs(_Args):
-    """op `exec.start` → `CommandInfo`, returns once the command runs;
-    op `exec.run`: stream of `Output`, reply `CommandResult`.
+    """op `exec.start` → `CommandInfo`, returns once the command runs; op `exec.run`: stream of
+    `Output`, reply `CommandResult`.
 
-    `cid` is chosen by the caller and names the command; starting a cid that exists attaches to it
-    instead of running it twice. Exactly one of `argv` and `shell`. With `session` the shell string runs
-    inside that session. `stdin` keeps a stream open for `exec.stdin`. A `background`
-    command outlives its call and its connection. `env` is merged over the sandbox's.
+    `cid` is chosen by the caller and names the command; starting a cid that exists attaches to
+    it instead of running it twice. Exactly one of `argv` and `shell`. With `session` the shell
+    string runs inside that session. `stdin` keeps a stream open for `exec.stdin`. A
+    `background` command outlives its call and its connection. `env` is merged over the
+    sandbox's.
     """
 
     cid: str
@@ -331,8 +332,10 @@ class ResizeArgs(_Args):
 
 
 class SessionArgs(_Args):
-    """op `session.open` → None: a shell whose cwd, variables and functions persist between commands.
-    op `session.close` → None kills every process the session started; `session.list` → list of str."""
+    """op `session.open` → None: a shell whose cwd, variables and functions persist.
+    op `session.close` → None kills every process the session started; `session.list` → list of
+    str.
+    """
 
     name: str
     env: dict[str, str] = {}
@@ -345,7 +348,9 @@ class SessionArgs(_Args):
 
 
 class FileStat(_Info):
-    """op `files.stat` → `FileStat`; op `files.list` → list of `FileStat` (name: bytes in the directory)."""
+    """op `files.stat` → `FileStat`; op `files.list` → list of `FileStat` (name: bytes in the
+    directory).
+    """
 
     name: bytes
     type: FileType
@@ -359,8 +364,10 @@ class FileStat(_Info):
 
 class PathArgs(_Args):
     """ops `files.stat` (`follow`), `files.list`, `files.glob` (pattern in `path` → list of bytes),
-    `files.mkdir` (parents are made), `files.remove` (`recursive`), `files.watch` (stream of `WatchEvent`).
-    Relative paths start at the sandbox's workdir; the call acts with the rights of `user`."""
+    `files.mkdir` (parents are made), `files.remove` (`recursive`), `files.watch` (stream of
+    `WatchEvent`). Relative paths start at the sandbox's workdir; the call acts with the rights
+    of `user`.
+    """
 
     path: bytes
     user: str | None = None
@@ -397,8 +404,10 @@ class ReadArgs(_Args):
 
 
 class WriteArgs(_Args):
-    """op `files.write` → `Transferred`: content in `data`, or streamed by the caller as items (bytes) and
-    `End` when `data` is None. The file appears, or is replaced, atomically at the end; `append` adds to it."""
+    """op `files.write` → `Transferred`: content in `data`, or streamed by the caller as items
+    and `End` when `data` is None. The file appears, or is replaced, atomically at the end;
+    `append` adds to it.
+    """
 
     path: bytes
     user: str | None = None
@@ -408,8 +417,9 @@ class WriteArgs(_Args):
 
 
 class TarArgs(_Args):
-    """op `files.download`: stream of a tar of the tree at `path`; op `files.upload`: the caller streams a tar
-    that is unpacked below `path`. Reply `Transferred`."""
+    """op `files.download`: stream of a tar of the tree at `path`; op `files.upload`: the caller
+    streams a tar that is unpacked below `path`. Reply `Transferred`.
+    """
 
     path: bytes
     user: str | None = None
@@ -430,6 +440,8 @@ class WatchEvent(_Info):
 
 
 class ForwardArgs(_Args):
-    """op `net.forward`: a duplex byte stream to a TCP port on the sandbox's loopback; `End` half-closes."""
+    """op `net.forward`: a duplex byte stream to a TCP port on the sandbox's loopback; `End`
+    half-closes.
+    """
 
     port: int

@@ -48,9 +48,7 @@ class Pty:
             user=user,
         )
         args.pty, args.stdin, args.background = _size(size), True, background
-        return await commands.start(
-            self._link, self._sandbox_id, args, stdout=data_sink(on_data)
-        )
+        return await commands.start(self._link, self._sandbox_id, args, stdout=data_sink(on_data))
 
     async def send_input(self, cid: str, data: str | bytes) -> None:
         """Type `data`."""
@@ -61,9 +59,7 @@ class Pty:
         """Tell the terminal its new size (rows, columns)."""
         new = _size(size)
         args = model.ResizeArgs(cid=cid, rows=new.rows, cols=new.cols)
-        await self._link.call(
-            "exec.resize", args, type(None), target=self._sandbox_id, retry=True
-        )
+        await self._link.call("exec.resize", args, type(None), target=self._sandbox_id, retry=True)
 
     async def kill(self, cid: str) -> bool:
         """Kill the terminal's command and all it started. False when there is no such command."""

@@ -82,9 +82,10 @@ class Sandbox:
 
         `timeout` (seconds) kills its whole process tree and sets `timed_out`; a child left in the
         background does not hold the call. `env` is merged over the sandbox's; `input` is its
-        stdin (otherwise empty). Non-zero exit raises `CommandFailed` only with `check`. Output
-        goes to the callbacks as text while it comes, and into the result. A cancelled call kills
-        the command. A restart of the daemon in between is not noticed.
+        stdin (otherwise empty). A command of a `session` has the session's own and takes none of
+        `env`, `cwd`, `user`, `input`. Non-zero exit raises `CommandFailed` only with `check`.
+        Output goes to the callbacks as text while it comes, and into the result. A cancelled call
+        kills the command. A restart of the daemon in between is not noticed.
         """
         args = exec_args(command, timeout=timeout, env=env, cwd=cwd, user=user, session=session)
         return await self._run(args, check, on_stdout, on_stderr, input)

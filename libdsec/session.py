@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
 
 from libdsec import execution, model
-from libdsec.commands import Word, exec_args
+from libdsec.commands import exec_args
 from libdsec.execution import TextCallback, text_sink
 from libdsec.link import Link
 from libdsec.result import CommandResult
@@ -33,26 +32,22 @@ class Session:
         command: str | bytes,
         *,
         timeout: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: Word | None = None,
         check: bool = False,
         on_stdout: TextCallback | None = None,
         on_stderr: TextCallback | None = None,
-        input: str | bytes | None = None,
     ) -> CommandResult:
         """Run a shell command in the session. See `Sandbox.run_shell`.
 
+        Directory, variables and user are the session's own: change them with shell commands.
         `session_ended` in the result says that the command ended the session's shell (``exit``).
         """
-        args = exec_args(command, timeout=timeout, env=env, cwd=cwd, session=self._name)
-        raw = input.encode() if isinstance(input, str) else input
+        args = exec_args(command, timeout=timeout, session=self._name)
         result = await execution.run(
             self._link,
             self._sandbox_id,
             args,
             stdout=text_sink(on_stdout),
             stderr=text_sink(on_stderr),
-            stdin=raw,
         )
         return result.check() if check else result
 
@@ -60,9 +55,7 @@ class Session:
         """End the session and kill every process it started. Closing twice is no error."""
         args = model.SessionArgs(name=self._name)
         await execution.quietly(
-            self._link.call(
-                "session.close", args, type(None), target=self._sandbox_id, retry=True
-            )
+            self._link.call("session.close", args, type(None), target=self._sandbox_id, retry=True)
         )
 
     async def __aenter__(self) -> Session:

@@ -33,6 +33,7 @@ _HEADER = '''\
 """Types of the synchronous twin. Made by ``python -m libdsec.stubs``: do not edit."""
 # ruff: noqa: E501
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload

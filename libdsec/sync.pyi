@@ -1,7 +1,8 @@
 """Types of the synchronous twin. Made by ``python -m libdsec.stubs``: do not edit."""
+# ruff: noqa: E501
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -9,7 +10,16 @@ from libdsec import model
 from libdsec.commands import CommandInfos, Word
 from libdsec.errors import DSecError
 from libdsec.execution import DataCallback, TextCallback
-from libdsec.files import AnyPath, Content, Entries, EntryInfo, Paths, WriteEntry, WriteInfo, Written
+from libdsec.files import (
+    AnyPath,
+    Content,
+    Entries,
+    EntryInfo,
+    Paths,
+    WriteEntry,
+    WriteInfo,
+    Written,
+)
 from libdsec.layers import LayerInfos
 from libdsec.result import CommandResult
 from libdsec.transfer import Progress
@@ -107,7 +117,7 @@ class PtySync:
 class SessionSync:
     @property
     def name(self) -> str: ...
-    def run(self, command: str | bytes, *, timeout: float | None=None, env: Mapping[str, str] | None=None, cwd: Word | None=None, check: bool=False, on_stdout: TextCallback | None=None, on_stderr: TextCallback | None=None, input: str | bytes | None=None) -> CommandResult: ...
+    def run(self, command: str | bytes, *, timeout: float | None=None, check: bool=False, on_stdout: TextCallback | None=None, on_stderr: TextCallback | None=None) -> CommandResult: ...
     def close(self) -> None: ...
     def __enter__(self) -> SessionSync: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...

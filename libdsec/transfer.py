@@ -243,4 +243,3 @@ async def save(
     finally:
         await stream.aclose()  # type: ignore[attr-defined]
     return size
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,21 @@ class WireCall:
     async def item(self, kind: Any = Any, timeout_s: float = 30.0) -> Any:
         raw = await asyncio.wait_for(self.items.get(), timeout_s)
         return msgspec.msgpack.decode(raw, type=kind)
+
+    async def stream(self, kind: Any = Any) -> AsyncIterator[Any]:
+        """Yield every item until the call is answered, granting as they are read."""
+        while True:
+            while not self.done.done():
+                getter = asyncio.ensure_future(self.items.get())
+                await asyncio.wait({getter, self.done}, return_when=asyncio.FIRST_COMPLETED)
+                if not getter.done():
+                    getter.cancel()
+                    break
+                self.grant(1)
+                yield msgspec.msgpack.decode(getter.result(), type=kind)
+            if self.items.empty():
+                return
+            yield msgspec.msgpack.decode(self.items.get_nowait(), type=kind)
 
     def grant(self, n: int) -> None:
         self.client.send(wire.Credit(self.id, n))

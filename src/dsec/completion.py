@@ -41,9 +41,7 @@ def sandboxes(
     return _ask(context, prefix, ask)
 
 
-def layers(
-    context: click.Context, parameter: click.Parameter, prefix: str
-) -> list[CompletionItem]:
+def layers(context: click.Context, parameter: click.Parameter, prefix: str) -> list[CompletionItem]:
     """Complete the name of a layer."""
 
     async def ask(client: DSecClient) -> list[tuple[str, str]]:

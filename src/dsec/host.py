@@ -72,28 +72,28 @@ def _show_features(settings: Settings, features: list[model.Feature]) -> None:
 
 
 @click.command()
-@click.argument("sandbox_ids", nargs=-1, metavar="[SANDBOX]...", shell_complete=completion.sandboxes)
+@click.argument("ids", nargs=-1, metavar="[SANDBOX]...", shell_complete=completion.sandboxes)
 @click.option("--once", is_flag=True, help="Print one reading and end (always so with --json).")
 @click.option("--interval", type=float, default=1.0, show_default=True, help="Seconds.")
 @json_option
 @connected
 async def stats(
-    settings: Settings, client: DSecClient, sandbox_ids: tuple[str, ...], once: bool, interval: float
+    settings: Settings, client: DSecClient, ids: tuple[str, ...], once: bool, interval: float
 ) -> int:
     """Show what the host and its sandboxes use, live."""
     if settings.json:
-        host, readings = await _read(client, sandbox_ids)
+        host, readings = await _read(client, ids)
         rows = [{"id": info.id, "metrics": metrics} for info, metrics in readings]
         output.json({"host": host, "sandboxes": rows})
         return 0
     console = Console(highlight=False)
     if once or not console.is_terminal:
-        output.show(_usage(*await _read(client, sandbox_ids), {}))
+        output.show(_usage(*await _read(client, ids), {}))
         return 0
     before: dict[str, tuple[float, float]] = {}
     with Live(console=console, screen=False, auto_refresh=False) as live:
         while True:
-            host, readings = await _read(client, sandbox_ids)
+            host, readings = await _read(client, ids)
             live.update(_usage(host, readings, before), refresh=True)
             before = {info.id: (time.monotonic(), use.cpu_usage_s) for info, use in readings}
             await asyncio.sleep(max(interval, 0.1))
@@ -152,7 +152,9 @@ def _cpu(last: tuple[float, float] | None, use: model.Metrics) -> str:
 
 
 @click.command()
-@click.option("--sandbox", default="", help="Only of this sandbox.", shell_complete=completion.sandboxes)
+@click.option(
+    "--sandbox", default="", help="Only of this sandbox.", shell_complete=completion.sandboxes
+)
 @json_option
 @connected
 async def events(settings: Settings, client: DSecClient, sandbox: str) -> int:

@@ -54,7 +54,9 @@ async def import_(
 
 
 @layer.command("rm")
-@click.argument("names", nargs=-1, required=True, metavar="NAME...", shell_complete=completion.layers)
+@click.argument(
+    "names", nargs=-1, required=True, metavar="NAME...", shell_complete=completion.layers
+)
 @json_option
 @connected
 async def remove(settings: Settings, client: DSecClient, names: tuple[str, ...]) -> int:

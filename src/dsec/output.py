@@ -52,9 +52,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         right = name.endswith(">")
-        made.add_column(
-            name.rstrip(">"), justify="right" if right else "left", overflow="fold"
-        )
+        made.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made

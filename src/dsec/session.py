@@ -82,7 +82,6 @@ def run_reporting(settings: Settings, run: Callable[[], Coroutine[Any, Any, int 
 
 
 _ADVICE: dict[type[DSecError], str] = {
-    NotFound: "see `dsec ps` and `dsec layer ls`",
     Exhausted: "stop sandboxes (`dsec ps`, `dsec stop`) or try again later",
     PermissionDenied: "check the token or the user",
     Unsupported: "see `dsec check`",
@@ -93,7 +92,14 @@ _ADVICE: dict[type[DSecError], str] = {
 def report(settings: Settings, error: DSecError) -> None:
     """Print `error` in one line: what is wrong, and what to do when the message does not say."""
     message = " ".join(error.message.split())
-    advice = _ADVICE.get(type(error), "")
+    advice = _missing(message) if isinstance(error, NotFound) else _ADVICE.get(type(error), "")
     if advice and ";" not in message:
         message = f"{message}; {advice}"
     output.error(settings.json, error.code, message, retryable=error.retryable)
+
+
+def _missing(message: str) -> str:
+    """Where to look for the right name of what was not found."""
+    if "sandbox" in message:
+        return "see `dsec ps`"
+    return "see `dsec layer ls`" if "layer" in message or "image" in message else ""

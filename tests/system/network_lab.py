@@ -21,6 +21,7 @@ import pytest
 
 from dsecd import fastpath
 from dsecd.host import netns
+from dsecd.host.network_veth import settle_carrier
 
 T = TypeVar("T")
 INTERNET = {4: "198.51.100.1", 6: "2001:db8:1::1"}
@@ -28,6 +29,7 @@ UPLINK = {4: "198.51.100.2", 6: "2001:db8:1::2"}
 ANY = {4: "0.0.0.0", 6: "::"}
 METADATA = "169.254.169.254"
 QUICK_S = 0.4  # long enough for a packet to arrive that must not
+PATIENCE_S = 5.0  # for what must come, on a busy machine
 
 
 def in_namespace(fd: int, work: Callable[[], T]) -> T:
@@ -81,7 +83,7 @@ def listen(fd: int, address: str, port: int, version: int = 4) -> socket.socket:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((address, port))
         server.listen()
-        server.settimeout(5)
+        server.settimeout(PATIENCE_S)
         return server
 
     return in_namespace(fd, work)
@@ -93,35 +95,48 @@ def datagrams(fd: int, address: str, port: int, version: int = 4) -> socket.sock
     def work() -> socket.socket:
         sock = socket.socket(family(version), socket.SOCK_DGRAM)
         sock.bind((address, port))
-        sock.settimeout(QUICK_S)
+        sock.settimeout(PATIENCE_S)
         return sock
 
     return in_namespace(fd, work)
 
 
-def connect(fd: int, address: str, port: int, version: int = 4) -> socket.socket:
-    """Return a TCP connection made from namespace `fd`; OSError when there is none soon."""
+def connect(
+    fd: int, address: str, port: int, version: int = 4, patience_s: float = PATIENCE_S
+) -> socket.socket:
+    """Return a TCP connection made from namespace `fd`; OSError when there is none in time."""
 
     def work() -> socket.socket:
         client = socket.socket(family(version), socket.SOCK_STREAM)
-        client.settimeout(QUICK_S)
+        client.settimeout(patience_s)
         try:
             client.connect((address, port))
         except OSError:
             client.close()
             raise
-        client.settimeout(5)
         return client
 
     return in_namespace(fd, work)
 
 
-def reaches(fd: int, address: str, port: int, version: int = 4) -> bool:
+def reaches(
+    fd: int, address: str, port: int, version: int = 4, patience_s: float = PATIENCE_S
+) -> bool:
     try:
-        connect(fd, address, port, version).close()
+        connect(fd, address, port, version, patience_s).close()
     except OSError:
         return False
     return True
+
+
+def cut_off(fd: int, address: str, port: int, version: int = 4) -> bool:
+    """Whether no connection comes about in the time a packet needs."""
+    return not reaches(fd, address, port, version, QUICK_S)
+
+
+def _settle(name: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        settle_carrier(control.fileno(), name)
 
 
 class Lab:
@@ -159,6 +174,7 @@ class Lab:
             command(fd, "ip", "address", "add", f"{net4}.{last}/24", "dev", dev)
             command(fd, "ip", "address", "add", f"{net6}::{last}/64", "dev", dev, "nodad")
             command(fd, "ip", "link", "set", dev, "up")
+        in_namespace(self.host, lambda: _settle(name))
 
     def namespace(self) -> netns.Netns:
         """A namespace for a sandbox."""

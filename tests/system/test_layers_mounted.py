@@ -13,14 +13,28 @@ import pytest
 from dsecd import fastpath
 from dsecd.host import mountinfo, syscalls
 from dsecd.host.layers import LayerMounts
-from dsecd.images.library import Library
+from dsecd.images.store import Layer, LayerStore
 from libdsec.errors import Internal, NotFound, Unsupported, WrongState
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
-]
+pytestmark = pytest.mark.root
 CLONE_NEWNS = 0x20000
+
+
+class Library:
+    """A store and its mounts, wired as a backend wires them."""
+
+    def __init__(self, state: Path, runtime: Path) -> None:
+        self.mounts = LayerMounts(runtime / "layers")
+        self.store = LayerStore(state / "layers", lambda digest: self.mounts.users(digest))
+
+    def start(self) -> None:
+        self.store.start()
+        self.mounts.start()
+
+    def acquire(self, name: str) -> Layer:
+        layer = self.store.resolve(name)
+        self.mounts.acquire(layer.digest, layer.path)
+        return layer
 
 
 @pytest.fixture
@@ -38,7 +52,7 @@ def library(tmp_path: Path) -> Iterator[Library]:
     made = Library(tmp_path / "state", tmp_path / "run")
     made.start()
     yield made
-    made.teardown()
+    made.mounts.teardown()
     assert [mount.point for mount in mountinfo.mounts()] == before
     assert not (tmp_path / "run/layers").exists()
 
@@ -68,12 +82,12 @@ async def test_a_layer_is_mounted_once_and_without_a_loop_device(
     assert not mount.shared
     assert loops() == devices
     assert (Path(mount.point) / "etc/release").read_text() == "one\n"
-    assert (await library.list())[0].in_use == 2
+    assert library.mounts.users(layer.digest) == 2
     with pytest.raises(WrongState, match="2 sandboxes"):
-        await library.remove("base/x:1")
-    library.release(layer.digest)
-    library.release(layer.digest)
-    await library.remove("base/x:1")
+        library.store.remove("base/x:1", library.mounts.drop)
+    library.mounts.release(layer.digest)
+    library.mounts.release(layer.digest)
+    library.store.remove("base/x:1", library.mounts.drop)
     assert erofs_mounts(tmp_path) == []
 
 
@@ -100,7 +114,7 @@ async def test_a_restart_finds_the_mounts_again(
     layer = await library.store.import_("x:1", tree)
     library.acquire("x:1")
     (mount,) = erofs_mounts(tmp_path)
-    library.close()
+    library.mounts.close()
     assert erofs_mounts(tmp_path) == [mount]
 
     library.mounts = LayerMounts(tmp_path / "run/layers", grace_s=0)
@@ -108,7 +122,9 @@ async def test_a_restart_finds_the_mounts_again(
     layer.path.rename(tmp_path / "elsewhere")  # not needed: it is mounted
     library.mounts.acquire(layer.digest, layer.path)
     assert erofs_mounts(tmp_path) == [mount]
-    assert library.mounts.lower(layer.digest).private
+    lower = library.mounts.lower(layer.digest)
+    assert lower.private
+    os.close(lower.fd)
     library.mounts.release(layer.digest)
     assert library.mounts.collect() == [layer.digest]
     assert erofs_mounts(tmp_path) == []
@@ -150,7 +166,7 @@ async def test_the_spawner_can_use_a_lower_before_and_after_a_restart(
         for _ in range(2):  # twice: one sandbox must not spoil it for the next
             with library.mounts.lowers([layer.digest]) as fds:
                 in_other_namespace(lambda fds=fds: use_as_lower(fds[0], userns))
-        library.close()
+        library.mounts.close()
         library.mounts.start()
         library.mounts.acquire(layer.digest, layer.path)
         for _ in range(2):
@@ -167,7 +183,7 @@ async def test_many_acquires_leave_no_descriptor(library: Library, tree: Path) -
         library.acquire("x:1")
         with library.mounts.lowers([layer.digest, layer.digest]):
             pass
-        library.release(layer.digest)
+        library.mounts.release(layer.digest)
         library.mounts.drop(layer.digest)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
@@ -204,7 +220,7 @@ async def test_a_removal_cannot_break_a_create_from_it(library: Library, tree: P
     layer = await library.store.import_("x:1", tree)
     held = library.acquire("x:1")  # a create has begun
     with pytest.raises(WrongState):
-        await library.remove("x:1")
+        library.store.remove("x:1", library.mounts.drop)
     with library.mounts.lowers([held.digest]) as fds:
         assert os.stat("etc/release", dir_fd=fds[0]).st_size == 4
-    library.release(layer.digest)
+    library.mounts.release(layer.digest)

@@ -16,10 +16,7 @@ from dsecd.host.upper import Uppers
 from dsecd.host.volume import Kind
 from libdsec.errors import Internal
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root"),
-]
+pytestmark = pytest.mark.root
 MIB = 1 << 20
 SIZE = 1 << 30
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 import uvloop
@@ -20,7 +19,6 @@ def test_outside_a_loop() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with interrupts.installed(), pytest.raises(KeyboardInterrupt):
         interrupt()
-        time.sleep(5)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -55,6 +53,9 @@ def test_a_cancellation_of_its_own_stays_one() -> None:
     async def work() -> None:
         raise asyncio.CancelledError
 
-    with interrupts.installed(), asyncio.Runner() as runner:
-        with pytest.raises(asyncio.CancelledError):
-            interrupts.run(runner, work())
+    with (
+        interrupts.installed(),
+        asyncio.Runner() as runner,
+        pytest.raises(asyncio.CancelledError),
+    ):
+        interrupts.run(runner, work())

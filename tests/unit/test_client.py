@@ -114,7 +114,7 @@ async def test_events(server, client):
 
     stream = client.events()
     waiting = asyncio.create_task(anext(stream))
-    while not server.subscribers:
+    while not server.subscribers:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     server.subscribers[0].put_nowait(Event(time=1.0, sandbox="n1-1", kind="oom"))
     assert (await waiting).kind == "oom"
@@ -526,7 +526,7 @@ async def test_lost_tcp_connection_is_made_anew(tmp_path):
 
 
 async def test_client_cpu_of_a_round_trip(server, client, sandbox):
-    """Promise: a call costs the client less than 100 µs of CPU; peer and client share this process."""
+    """Promise: a call costs the client less than 100 µs of CPU. The peer shares this process."""
 
     async def at_once(call):
         return {"cid": "x", "exit_code": 0}

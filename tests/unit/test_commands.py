@@ -175,7 +175,7 @@ async def test_pty(server, sandbox):
     handle = await sandbox.pty.create((30, 100), seen.extend, cmd=["cat"])
     await sandbox.pty.send_input(handle.cid, "typed\n")
     await sandbox.pty.resize(handle.cid, (40, 120))
-    while seen.count(b"typed\r\n") < 2:  # the echo, and cat's answer
+    while seen.count(b"typed\r\n") < 2:  # noqa: ASYNC110 - the echo, and cat's answer
         await asyncio.sleep(0.01)
     assert server.world.resized == [(40, 120)]
     await sandbox.pty.send_input(handle.cid, b"\x04")

@@ -242,6 +242,21 @@ async def test_a_cancelled_create_is_undone_at_once() -> None:
         assert b.backend.sandboxes == {}
 
 
+async def test_a_create_cancelled_in_the_same_breath_is_answered() -> None:
+    async with bench() as b:
+        client = await b.client()
+        args = model.DSecContainerRunArgs(container_image="x")
+        calls = []
+        for i in range(20):
+            call = client.open("sandbox.create", model.CreateArgs(key=f"k{i}", args=args))
+            call.cancel()
+            calls.append(call)
+        for call in calls:
+            with pytest.raises(Timeout):
+                await call.answer(timeout_s=2)
+        await until(lambda: not b.service.manager.live)
+
+
 async def test_a_create_that_takes_too_long_is_undone() -> None:
     async with bench(latency_s=0.2) as b:
         client = await b.client()

@@ -176,8 +176,9 @@ def test_long_branches_keep_their_meaning() -> None:
     code = seccomp.default_filter(seccomp.Options(extra_denied=extra), "x86_64")
     for name in extra:
         assert run(code, number(name), X86) == refused(errno.EPERM)
-    wide = seccomp._long(0x35, 100, [(6, 0, 0, 1)] * 300, [(6, 0, 0, 2)])
-    packed = seccomp.pack([(0x20, 0, 0, 0), *wide])
+    wide: seccomp.Draft = [(0x20, 0, 0, 0), (0x35, "high", "low", 100)]
+    wide += [(0x35, "high", "low", 1000)] * 300 + ["low", (6, 0, 0, 1), "high", (6, 0, 0, 2)]
+    packed = seccomp.pack(seccomp._resolve(wide))
     assert run(packed, 99, X86) == 1
     assert run(packed, 100, X86) == 2
 

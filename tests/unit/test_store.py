@@ -151,6 +151,21 @@ async def test_a_layer_in_use_cannot_be_removed(
         store.remove("b:1")
 
 
+async def test_replaced_images_are_reclaimed(
+    store: LayerStore, tree: Path, users: dict[str, int]
+) -> None:
+    """Fault: caches, dangling layers and logs are never reclaimed."""
+    first = await store.import_("a:1", tree)
+    (tree / "new").write_text("x")
+    second = await store.import_("a:1", tree, replace=True)
+    assert store.prune(3600) == 0  # young
+    users[first.digest] = 1
+    assert store.prune(-1) == 0  # in use
+    users.clear()
+    assert store.prune(-1) == first.size_bytes
+    assert [layer.digest for layer in store.list()] == [second.digest]
+
+
 async def test_removal_by_digest_takes_all_names(store: LayerStore, tree: Path) -> None:
     layer = await store.import_("a:1", tree)
     store.point("b:1", layer.digest, expected=None)
@@ -173,6 +188,19 @@ async def test_a_tar_and_its_tree_are_one_layer(
         archive.add(tree, ".")
     from_tar = await store.import_("tar:1", tmp_path / "t.tar.gz")
     assert from_tar.digest == (await store.import_("dir:1", tree)).digest
+
+
+async def test_an_image_from_elsewhere_keeps_its_digest(
+    store: LayerStore, tree: Path, tmp_path: Path
+) -> None:
+    layer = await store.import_("a:1", tree)
+    image = tmp_path / "moved.erofs"
+    image.write_bytes(layer.path.read_bytes())
+    store.remove("a:1")
+    assert (await store.import_("b:1", image)).digest == layer.digest
+    image.write_bytes(image.read_bytes()[:-10])
+    with pytest.raises(InvalidArgument, match="truncated"):
+        await store.import_("c:1", image)
 
 
 async def test_a_crash_leaves_nothing_for_long(

@@ -1,4 +1,6 @@
 """The inside of the test daemon's sandboxes: real processes, a real directory, real sockets."""
+# Paths are bytes here, as on the wire; pathlib knows only text.
+# ruff: noqa: PTH101,PTH103,PTH105,PTH108,PTH110,PTH112,PTH115,PTH116,PTH118,PTH119,PTH120,PTH123,PTH208
 
 from __future__ import annotations
 

@@ -16,10 +16,26 @@ enum state { UNUSED, FREE, TAKEN, LINGERING };
 
 static struct slot {
     int dir, events;
+    unsigned name;
     enum state state;
+    bool killed; /* never used again: see retire */
 } slots[MAX_CGROUPS];
 static int slots_high;
 static unsigned next_name, lingering;
+
+/* A directory once killed is removed. Linux (6.14 and later) compares the kill count of the parent's
+ * own cgroup with that of the target after CLONE_INTO_CGROUP, takes the difference for a kill that
+ * raced with the fork, and kills the newborn. */
+static void retire(struct slot *slot)
+{
+    char name[16];
+    snprintf(name, sizeof name, "%u", slot->name);
+    if (unlinkat(FD_CGROUP, name, AT_REMOVEDIR) < 0 && errno != ENOENT)
+        return; /* tried again by the next sweep */
+    close(slot->dir);
+    close(slot->events);
+    slot->state = UNUSED;
+}
 
 static int slot_make(struct slot *slot)
 {
@@ -35,7 +51,7 @@ static int slot_make(struct slot *slot)
         unlinkat(FD_CGROUP, name, AT_REMOVEDIR);
         return CGROUP_FULL;
     }
-    *slot = (struct slot){ dir, events, TAKEN };
+    *slot = (struct slot){ dir, events, next_name - 1, TAKEN, false };
     return (int)(slot - slots);
 }
 
@@ -53,10 +69,13 @@ int cgroup_acquire(void)
             break;
         cgroups_sweep();
     }
-    if (slots_high == MAX_CGROUPS)
+    int unused = 0;
+    while (unused < slots_high && slots[unused].state != UNUSED)
+        unused++;
+    if (unused == MAX_CGROUPS)
         return CGROUP_FULL;
-    int slot = slot_make(&slots[slots_high]);
-    if (slot >= 0)
+    int slot = slot_make(&slots[unused]);
+    if (slot == slots_high)
         slots_high++;
     return slot;
 }
@@ -88,6 +107,7 @@ void cgroup_kill(int slot)
     if (write(fd, "1", 1) < 0)
         cgroup_kill_others(slot, 0);
     close(fd);
+    slots[slot].killed = true;
 }
 
 int cgroup_signal_others(int slot, pid_t spared, int signal)
@@ -118,22 +138,29 @@ int cgroup_kill_others(int slot, pid_t spared)
     return cgroup_signal_others(slot, spared, SIGKILL);
 }
 
+/* Back to the pool, gone, or waiting for its last process. */
+static void settle(struct slot *slot)
+{
+    bool waiting = slot->state == LINGERING;
+    slot->state = LINGERING;
+    if (cgroup_empty((int)(slot - slots))) {
+        if (slot->killed)
+            retire(slot);
+        else
+            slot->state = FREE;
+    }
+    lingering += (unsigned)(slot->state == LINGERING) - (unsigned)waiting;
+}
+
 void cgroup_release(int slot)
 {
-    if (slot < 0)
-        return;
-    bool empty = cgroup_empty(slot);
-    slots[slot].state = empty ? FREE : LINGERING;
-    lingering += !empty;
+    if (slot >= 0)
+        settle(&slots[slot]);
 }
 
 void cgroups_sweep(void)
 {
-    if (!lingering)
-        return;
-    for (int i = 0; i < slots_high; i++)
-        if (slots[i].state == LINGERING && cgroup_empty(i)) {
-            slots[i].state = FREE;
-            lingering--;
-        }
+    for (int i = 0; lingering && i < slots_high; i++)
+        if (slots[i].state == LINGERING)
+            settle(&slots[i]);
 }

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "exec_calls.h"
 
 #include <errno.h>

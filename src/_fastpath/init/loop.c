@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "loop.h"
 
 #include <errno.h>

@@ -15,6 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cgroup.h"
 #include "config.h"
 #include "job.h"
 #include "loop.h"
@@ -162,7 +163,7 @@ void tree_kill(pid_t root)
                 for (int k = 0; k < n && !below; k++)
                     below = entries[k].doomed && entries[k].pid == e->parent;
                 if (below && !e->doomed && e->pid != getpid())
-                    e->doomed = again = true;
+                    e->doomed = true, again = 1;
             }
         }
         for (int i = 0; i < n; i++)

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "serve.h"
 
 #include "conn.h"

@@ -1,10 +1,8 @@
 #define _GNU_SOURCE
 #include "transfer.h"
 
-#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -13,32 +11,10 @@
 
 #include "job.h"
 
-struct chunk {
-    struct chunk *next;
-    size_t size, n, at;
-    uint8_t data[];
-};
-
-struct transfer {
-    bool used, forward, connecting, v6, collect, watch, held;
-    bool ended; /* the caller's stream is complete */
-    bool have_result, bulk;
-    uint16_t port;
-    pid_t pid;
-    struct call *call;
-    struct source ctl, from, to;
-    struct chunk *head, *tail;
-    uint8_t *result;
-    size_t result_cap, result_n;
-};
-
 static struct transfer transfers[MAX_TRANSFERS];
 static const struct call_ops transfer_ops;
 
-static void from_ready(struct source *source, uint32_t events);
-static void to_ready(struct source *source, uint32_t events);
-
-static struct transfer *transfer_new(struct call *call)
+struct transfer *transfer_new(struct call *call)
 {
     struct transfer *t = transfers;
     while (t < transfers + MAX_TRANSFERS && t->used)
@@ -64,7 +40,7 @@ static void drop_chunks(struct transfer *t)
     t->tail = NULL;
 }
 
-static void transfer_free(struct transfer *t)
+void transfer_free(struct transfer *t)
 {
     if (t->held)
         t->call->conn->held_until = 1; /* due: released by the next tick, outside of any handler */
@@ -85,7 +61,7 @@ static void transfer_stop(struct transfer *t)
     transfer_free(t);
 }
 
-static void transfer_fail(struct transfer *t, const struct failure *failure)
+void transfer_fail(struct transfer *t, const struct failure *failure)
 {
     struct call *call = t->call;
     transfer_stop(t);
@@ -162,7 +138,7 @@ static void collect(struct transfer *t)
         try_finish(t);
 }
 
-static void from_ready(struct source *source, uint32_t events)
+void transfer_from_ready(struct source *source, uint32_t events)
 {
     struct transfer *t = owner_of(source, struct transfer, from);
     (void)events;
@@ -224,6 +200,16 @@ static void push(struct transfer *t)
     source_watch(&t->to, 0);
     if (t->ended)
         input_complete(t);
+}
+
+void transfer_to_ready(struct source *source, uint32_t events)
+{
+    struct transfer *t = owner_of(source, struct transfer, to);
+    (void)events;
+    if (t->connecting && !forward_connected(t))
+        return;
+    push(t);
+    transfer_pump(t->call);
 }
 
 static void transfer_item(struct call *call, struct mp_bytes raw)
@@ -297,6 +283,20 @@ static void unhold(struct transfer *t)
     conn_release(t->call->conn);
 }
 
+/* The encoded item lies behind the kind byte on `scratch`, where the frame is built as well. */
+static void forward_item(struct call *call, size_t n)
+{
+    memmove(scratch + 64, scratch + 1, n);
+    struct mp_writer w = frame_begin();
+    mp_put_array(&w, 3);
+    mp_put_u64(&w, 3);
+    mp_put_u64(&w, call->id);
+    memmove(w.p, scratch + 64, n);
+    w.p += n;
+    call->credit--;
+    frame_send(call->conn, &w);
+}
+
 /* One message of the child; false when the transfer is gone. */
 static bool handle_report(struct transfer *t, size_t n)
 {
@@ -306,17 +306,7 @@ static bool handle_report(struct transfer *t, size_t n)
         unhold(t);
         return t->used;
     case REPORT_ITEM:
-        memmove(scratch + 64, scratch + 1, n - 1); /* out of the way of the frame's head */
-        {
-            struct mp_writer w = frame_begin();
-            mp_put_array(&w, 3);
-            mp_put_u64(&w, 3);
-            mp_put_u64(&w, t->call->id);
-            memmove(w.p, scratch + 64, n - 1);
-            w.p += n - 1;
-            t->call->credit--;
-            frame_send(t->call->conn, &w);
-        }
+        forward_item(t->call, n - 1);
         return true;
     case REPORT_RESULT:
         if (!t->collect)
@@ -328,7 +318,7 @@ static bool handle_report(struct transfer *t, size_t n)
         t->have_result = true;
         return !try_finish(t);
     case REPORT_BULK:
-        t->have_result = t->bulk = true;
+        t->have_result = true;
         return !try_finish(t);
     default:
         failure_of_report(scratch, n, &failure);
@@ -417,7 +407,7 @@ void transfer_start(struct call *call, enum file_op op, const struct path_args *
         if (theirs[i] >= 0)
             close(theirs[i]);
     struct source *sources[] = { &t->ctl, &t->from, &t->to };
-    void (*ready[])(struct source *, uint32_t) = { ctl_ready, from_ready, to_ready };
+    void (*ready[])(struct source *, uint32_t) = { ctl_ready, transfer_from_ready, transfer_to_ready };
     uint32_t events[] = { EPOLLIN, EPOLLIN, 0 };
     for (int i = 0; i < 3; i++)
         if (ours[i] >= 0 && (pid < 0 || !source_open(sources[i], ours[i], events[i], ready[i]))) {
@@ -436,89 +426,4 @@ void transfer_start(struct call *call, enum file_op op, const struct path_args *
         t->held = true; /* a request after it must find the watch in effect */
         conn_hold(call->conn);
     }
-}
-
-/* --- TCP forwards --------------------------------------------------------------------------- */
-
-static int connect_loopback(uint16_t port, bool v6)
-{
-    struct sockaddr_in a4 = { .sin_family = AF_INET, .sin_port = htons(port),
-                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK) };
-    struct sockaddr_in6 a6 = { .sin6_family = AF_INET6, .sin6_port = htons(port),
-                               .sin6_addr = IN6ADDR_LOOPBACK_INIT };
-    int fd = socket(v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0)
-        return -errno;
-    int done = v6 ? connect(fd, (struct sockaddr *)(void *)&a6, sizeof a6)
-                  : connect(fd, (struct sockaddr *)(void *)&a4, sizeof a4);
-    if (done == 0 || errno == EINPROGRESS)
-        return fd;
-    int err = errno;
-    close(fd);
-    return -err;
-}
-
-static void forward_connect(struct transfer *t, int err)
-{
-    struct call *call = t->call;
-    for (;; t->v6 = true) {
-        source_close(&t->from);
-        source_close(&t->to);
-        int fd = connect_loopback(t->port, t->v6);
-        int writer = fd >= 0 ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
-        if (fd >= 0 && writer >= 0) {
-            t->connecting = true;
-            source_open(&t->from, fd, 0, from_ready);
-            if (source_open(&t->to, writer, EPOLLOUT, to_ready))
-                return;
-            close(writer);
-        }
-        if (!err || fd >= 0)
-            err = fd < 0 ? -fd : errno;
-        if (t->v6 || fd >= 0)
-            break;
-    }
-    uint16_t port = t->port;
-    transfer_free(t);
-    call_fail(call, "unavailable", "nothing answers on port %u of the sandbox's loopback: %s", port,
-              strerror(err));
-}
-
-static void to_ready(struct source *source, uint32_t events)
-{
-    struct transfer *t = owner_of(source, struct transfer, to);
-    (void)events;
-    if (t->connecting) {
-        int err = 0;
-        socklen_t n = sizeof err;
-        getsockopt(source->fd, SOL_SOCKET, SO_ERROR, &err, &n);
-        if (err && !t->v6) {
-            t->v6 = true;
-            forward_connect(t, err);
-            return;
-        }
-        if (err) {
-            struct failure failure = { .code = "unavailable" };
-            snprintf(failure.message, sizeof failure.message,
-                     "nothing answers on port %u of the sandbox's loopback: %s", t->port,
-                     strerror(err));
-            transfer_fail(t, &failure);
-            return;
-        }
-        t->connecting = false;
-    }
-    push(t);
-    transfer_pump(t->call);
-}
-
-void forward_start(struct call *call, uint16_t port)
-{
-    struct transfer *t = transfer_new(call);
-    if (!t) {
-        call_fail(call, "exhausted", "%d transfers are running", MAX_TRANSFERS);
-        return;
-    }
-    t->forward = true;
-    t->port = port;
-    forward_connect(t, 0);
 }

@@ -11,8 +11,36 @@
 #include "conn.h"
 #include "files.h"
 
+struct chunk {
+    struct chunk *next;
+    size_t size, n, at;
+    uint8_t data[];
+};
+
+struct transfer {
+    bool used, forward, connecting, v6, collect, watch, held;
+    bool ended; /* the caller's stream is complete */
+    bool have_result;
+    uint16_t port;
+    pid_t pid;
+    struct call *call;
+    struct source ctl, from, to;
+    struct chunk *head, *tail;
+    uint8_t *result;
+    size_t result_cap, result_n;
+};
+
 void transfer_start(struct call *call, enum file_op op, const struct path_args *args);
 void forward_start(struct call *call, uint16_t port);
 bool transfers_reap(pid_t pid);
+
+/* Between transfer.c and forward.c. */
+struct transfer *transfer_new(struct call *call);
+void transfer_free(struct transfer *t);
+void transfer_fail(struct transfer *t, const struct failure *failure);
+void transfer_from_ready(struct source *source, uint32_t events);
+void transfer_to_ready(struct source *source, uint32_t events);
+/* A forward's socket became writable; false: still connecting or failed and gone. */
+bool forward_connected(struct transfer *t);
 
 #endif

@@ -59,9 +59,9 @@ static int attach_proc(struct creation *c)
 
 static int attach_dev(struct creation *c)
 {
-    int dev = c->fd[FD_DEV];
-    if (dev < 0)
-        dev = c->fd[FD_DEV] = k_open_tree(AT_FDCWD, "dev", OPEN_TREE_CLONE);
+    /* Not kept in `c`: the parent would take the number for a descriptor of its own. */
+    int dev = c->fd[FD_DEV] >= 0 ? c->fd[FD_DEV]
+                                 : k_open_tree(AT_FDCWD, "dev", OPEN_TREE_CLONE);
     if (dev < 0)
         return dev;
     int error = attach_at(c, dev, "/dev");

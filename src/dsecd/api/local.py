@@ -24,7 +24,8 @@ class LocalCall:
     """An `OpenCall`: runs `handler(call, args)` and answers with what it returns or raises."""
 
     __slots__ = (
-        "_credit", "_handler", "_registry", "_task", "_wake", "client_lost", "connection", "id",
+        "_begun", "_credit", "_given_up", "_handler", "_registry", "_task", "_wake", "client_lost",
+        "connection", "id",
     )  # fmt: skip
 
     def __init__(
@@ -36,12 +37,16 @@ class LocalCall:
         self._credit = wire.INITIAL_CREDIT
         self._wake: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._begun = self._given_up = False
 
     def begin(self, args: Any) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(args))
 
     async def _run(self, args: Any) -> None:
+        self._begun = True
         try:
+            if self._given_up:
+                raise asyncio.CancelledError
             result = msgspec.Raw(msgspec.msgpack.encode(await self._handler(self, args)))
         except asyncio.CancelledError:
             self._fail(Timeout("the call was cancelled by its caller"))
@@ -74,8 +79,10 @@ class LocalCall:
         """No operation of the daemon takes a stream; its end is no news."""
 
     def cancel(self) -> None:
-        if self._task is not None:
+        if self._begun and self._task is not None:
             self._task.cancel()
+        # a task cancelled before its first step never runs, and the call would stay unanswered
+        self._given_up = True
 
     def credit(self, n: int) -> None:
         self._credit += n

@@ -11,6 +11,7 @@ are then drained here, so that the call can end. It no longer counts as activity
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +21,7 @@ from dsecd.engine import outcome
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from libdsec import wire
+from libdsec.errors import Unavailable, WrongState, to_wire
 
 if TYPE_CHECKING:
     from dsecd.api.connection import ClientConnection
@@ -169,6 +171,18 @@ class ProxiedCall:
             connection.reply(self._id, result)
 
     def on_failure(self, error: dict[str, object]) -> None:
+        if error.get("code") == Unavailable.code:
+            # the channel is lost; the reason is known once the engine has heard of it
+            asyncio.get_running_loop().call_soon(self._fail, error)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: dict[str, object]) -> None:
+        state = self._sandbox.state
+        if error.get("code") == Unavailable.code and state != "running":
+            error = to_wire(
+                WrongState(f"sandbox is {state}: {self._sandbox.reason}", state=state)
+            )
         connection = self._finish()
         if connection is not None:
             self._manager.registry.errors.add(str(error.get("code")))

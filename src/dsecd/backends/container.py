@@ -179,7 +179,8 @@ class ContainerBackend:
     async def _spawn(self, holding: Holding, spec: Spec) -> Spawned:
         """Have a spawner make the container; not interruptible, so that nothing is half-known."""
         host = self._host
-        assert holding.range is not None and holding.netns is not None
+        assert holding.range is not None
+        assert holding.netns is not None
         assert holding.cgroup is not None
         slot = await host.spawners.reserve()
         try:
@@ -193,7 +194,7 @@ class ContainerBackend:
             raise
         holding.cgroup.close()
         spawned = work.result()
-        holding.slot = slot  # type: ignore[assignment]
+        holding.slot = slot if isinstance(slot, Slot) else None
         if cancelled:
             holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
             raise asyncio.CancelledError
@@ -201,7 +202,8 @@ class ContainerBackend:
 
     def _resources(self, holding: Holding, spec: Spec, slot: object) -> Resources:
         host = self._host
-        assert holding.range is not None and holding.cgroup is not None
+        assert holding.range is not None
+        assert holding.cgroup is not None
         target = slot if isinstance(slot, Slot) else holding.cgroup
         return Resources(
             sandbox=holding.sandbox,

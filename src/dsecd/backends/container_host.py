@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir, spool_dir
 from dsecd.config import Config
-from dsecd.host import cgroup, probe, tree
+from dsecd.host import cgroup, probe, spawner, tree
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
@@ -127,17 +127,8 @@ class ContainerHost:
         if slots is None:
             pool = SpawnerPool(binary, count, init=init)
         else:
-            taken = slots
-
-            async def take() -> cgroup.Slot:
-                return taken.acquire()
-
             pool = SpawnerPool(
-                binary,
-                count,
-                init=init,
-                take_slot=take,
-                return_slot=slots.release,  # type: ignore[arg-type]
+                binary, count, init=init, take_slot=slots.acquire, return_slot=_return_to(slots)
             )
         await pool.start()
         return pool
@@ -214,6 +205,14 @@ class ContainerHost:
         else:
             self.uppers.close()
             self.mounts.close()
+
+
+def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:
+    def give_back(slot: spawner.Slot) -> None:
+        assert isinstance(slot, cgroup.Slot)  # they all come from this pool
+        slots.release(slot)
+
+    return give_back
 
 
 def _binary(configured: str, name: str) -> str:

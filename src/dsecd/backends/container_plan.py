@@ -74,7 +74,7 @@ def memory_upper_bytes(spec: Spec) -> int:
 
 
 def on_disk(spec: Spec, disk_available: bool) -> bool:
-    """Return where the upper goes: on disk if asked for, or if memory cannot hold what was asked."""
+    """Return whether the upper goes on disk: when asked for, or when memory could not hold it."""
     if spec.upper == "auto":
         return disk_available and spec.disk_bytes > spec.memory_bytes
     return spec.upper == "disk"

@@ -75,6 +75,7 @@ class FakeCall:
         self.items: asyncio.Queue[msgspec.Raw | None] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self._credit = wire.INITIAL_CREDIT
+        self._begun = self._given_up = False
         self._room = asyncio.Event()
         self._room.set()
 
@@ -82,7 +83,10 @@ class FakeCall:
         self.task = asyncio.get_running_loop().create_task(self._run(op, args))
 
     async def _run(self, op: str, args: msgspec.Raw) -> None:
+        self._begun = True
         try:
+            if self._given_up:
+                raise asyncio.CancelledError
             result = await self.sandbox.answer(op, args, self)
         except asyncio.CancelledError:
             self.receiver.on_failure(to_wire(self.sandbox.loss()))
@@ -109,8 +113,9 @@ class FakeCall:
         self.items.put_nowait(None)
 
     def cancel(self) -> None:
-        if self.task is not None:
+        if self._begun and self.task is not None:
             self.task.cancel()
+        self._given_up = True
 
     def grant(self, n: int) -> None:
         self._credit += n

@@ -107,6 +107,7 @@ class Manager:
         self._serial += 1
         sandbox = Sandbox(name, key, owner, args, spec, asyncio.get_running_loop().time())
         sandbox.backend, sandbox.node = self.backend.name, self.config.node
+        sandbox.idle_s = args.ttl_running_stop or self.config.limits.default_idle_s or None
         if spec.sealed:
             sandbox.notes.append(SEALED_NOTE)
         self.live[name] = sandbox
@@ -177,7 +178,7 @@ class Manager:
         now = asyncio.get_running_loop().time()
         sandbox.move("ready")
         sandbox.idle_since = now
-        self.start_clocks(sandbox, now, now)
+        self.start_clocks(sandbox, now)
         self.registry.creates.add()
         self.registry.create_s.observe(now - sandbox.started)
         sandbox.ready.set_result(None)
@@ -199,13 +200,12 @@ class Manager:
             sandbox.ready.exception()  # nobody may be waiting
         log.event(logger, logging.WARNING, "create failed", code=error.code, why=error.message)
 
-    def start_clocks(self, sandbox: Sandbox, born: float, now: float) -> None:
+    def start_clocks(self, sandbox: Sandbox, born: float) -> None:
         """Arm idle timeout and maximum lifetime; `born` is the loop time of the creation."""
         limits = self.config.limits
         asked = sandbox.args.max_lifetime_s
         bounds = [bound for bound in (asked, limits.max_lifetime_s) if bound]
         sandbox.lifetime_end = born + min(bounds) if bounds else None
-        sandbox.idle_s = sandbox.args.ttl_running_stop or limits.default_idle_s or None
         self.rearm(sandbox)
 
     def rearm(self, sandbox: Sandbox) -> None:

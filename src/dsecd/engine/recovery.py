@@ -103,11 +103,9 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     manager.adopt(sandbox)
     now = asyncio.get_running_loop().time()
     born = now - max(0.0, time.time() - row.created_at)
-    sandbox.started = born
-    manager.start_clocks(sandbox, born, now)
-    sandbox.idle_s = row.idle_s
+    sandbox.started, sandbox.idle_s = born, row.idle_s
+    manager.start_clocks(sandbox, born)
     sandbox.oom_kills = manager.backend.oom_kills(instance.handle)
-    manager.rearm(sandbox)
     if not row.claimed:
         manager.abandon(sandbox, manager.config.limits.unclaimed_grace_s)
     manager.events.emit(row.id, "readopted")

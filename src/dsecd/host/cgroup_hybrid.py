@@ -76,8 +76,10 @@ class HybridDriver(TreeDriver):
         return tuple(writes)
 
     def usage(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> Usage:
-        """Memory is what this life touched: anonymous and shared memory exactly, page cache and
-        kernel memory above what the slot's earlier lives left."""
+        """Memory is what this life touched: anonymous and shared memory, and page cache and kernel
+        memory above what the slot's earlier lives left. The kernel folds its per-CPU counts in
+        when they pass 64 pages for each CPU (mm/memcontrol.c), so that much is not seen yet.
+        """
         with suppress(OSError):
             cpu = self.cpu_usage_s(cgroup.path)
             if slot is None:

@@ -96,6 +96,7 @@ class LayerMounts:
         """
         layer = self._layers.get(digest)
         if layer is None:
+            self.collect()
             layer = self._layers[digest] = self._mount(digest, image, devices)
         layer.users += 1
 

@@ -34,7 +34,7 @@ from dsecd.host.network_plane import NatConfig, Plane, Remover
 from dsecd.host.network_veth import GATEWAY, GATEWAY6, INSIDE
 from dsecd.host.network_watch import TableWatch
 from dsecd.host.settle import settle
-from libdsec.errors import DSecError, Internal, InvalidArgument, Timeout, Unavailable
+from libdsec.errors import DSecError, Internal, InvalidArgument, Timeout, Unavailable, Unsupported
 
 __all__ = ["Attachment", "Nat", "NatConfig", "NatStats", "Traffic"]
 
@@ -186,6 +186,8 @@ class Nat:
         future = self._submit(lambda plane: plane.recover(entries))
         if await settle(future):
             raise asyncio.CancelledError
+        if not entries and isinstance(future.exception(), Unsupported):
+            return []  # a host that cannot do it has nothing left over
         if entries:
             self._watch_table()
         by_index = {entry.index: sandbox_id for sandbox_id, entry in self._live.values()}
@@ -242,7 +244,11 @@ class Nat:
     def _with_plane(self, work: Callable[[Plane], _T]) -> _T:
         """Run in the thread: the plane belongs to it and is made there, with its first work."""
         if self._plane is None:
-            self._plane = Plane(self._config, self._netns_fd)
+            try:
+                self._plane = Plane(self._config, self._netns_fd)
+            except OSError as error:
+                reason = f"the kernel offers no nfnetlink: {error.strerror}"
+                raise Unsupported(f"network=nat: {reason}", reason=reason) from error
         return work(self._plane)
 
     def _watch_table(self) -> None:

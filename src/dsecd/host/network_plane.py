@@ -23,7 +23,7 @@ from dsecd.host.network_sysctl import Forwarding, has_ipv6
 from dsecd.host.network_veth import Found, Link
 from dsecd.host.network_watch import TableWatch
 from dsecd.host.rtnetlink import Message, Netlink, NetlinkError
-from libdsec.errors import Exhausted, Internal, Unsupported
+from libdsec.errors import Exhausted, Internal
 
 _GONE = (errno.ENODEV, errno.ENOENT, errno.ESRCH)
 
@@ -201,11 +201,8 @@ class Plane:
     def clear(self) -> None:
         """Remove everything that is ours, found by its marks, and put the switches back."""
         self._remover.remove_links([link.index for link in self.links()])
-        try:
+        if self._has_table():
             load(removal(self._config.name))
-        except Unsupported:
-            pass  # without nft there was never a table
-        else:
             self._remover.forget_except(frozenset())
         self._forwarding.restore()
         self._active = False
@@ -293,6 +290,14 @@ class Plane:
 
     def _in_group(self, link: Found) -> bool:
         return link.group in (self._group, self._group + 1)
+
+    def _has_table(self) -> bool:
+        try:
+            return self._firewall.is_loaded()
+        except NetlinkError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.EPROTONOSUPPORT):
+                return False  # a kernel without nf_tables never had one
+            raise
 
     def _add(self, entry: Entry) -> None:
         try:

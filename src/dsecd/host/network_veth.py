@@ -4,8 +4,8 @@ Point to point, no bridge: a bridge ends at 1,023 ports and floods, a route is o
 The host's end has no address. The sandbox has a /32 and a /128 and two default routes through
 addresses that exist nowhere (169.254.1.1, fe80::1): permanent neighbour entries on both sides
 lead to the other end. So there is no ARP or neighbour discovery to wait for, to spoof or to
-overflow the host's neighbour table (permanent entries are outside gc_thresh3), and IFF_NOARP
-makes the kernel skip duplicate address detection, so IPv6 works at once.
+overflow the host's neighbour table (permanent entries are outside gc_thresh3), and no duplicate
+address detection: IPv6 works at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SIOCETHTOOL, ETHTOOL_GLINK = 0x8946, 0xA
 RT_TABLE_MAIN, RTPROT_STATIC, RTN_UNICAST, RTNH_F_ONLINK = 254, 4, 1, 4
 RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
 RTA_DST, RTA_OIF, RTA_GATEWAY = 1, 4, 5
-IFA_ADDRESS, IFA_LOCAL = 1, 2
+IFA_ADDRESS, IFA_LOCAL, IFA_F_NODAD = 1, 2, 0x02
 NDA_DST, NDA_LLADDR = 1, 2
 AF_INET, AF_INET6 = 2, 10
 
@@ -145,7 +145,10 @@ def inside_end(link: Link) -> list[Message]:
     messages = _start(INSIDE_INDEX, ipv6=link.address6 is not None)
     for address in _addresses(link):
         family, bits = _family(address)
-        payload = _ADDRESS.pack(family, bits, 0, RT_SCOPE_UNIVERSE, INSIDE_INDEX)
+        # even with IFF_NOARP an address is tentative until a work item has looked at it, and a
+        # packet sent before takes ::1 as its source
+        address_flags = IFA_F_NODAD if family == AF_INET6 else 0
+        payload = _ADDRESS.pack(family, bits, address_flags, RT_SCOPE_UNIVERSE, INSIDE_INDEX)
         payload += attr(IFA_ADDRESS, address.packed) + attr(IFA_LOCAL, address.packed)
         flags = NLM_F_CREATE | NLM_F_EXCL
         messages.append(Message(RTM_NEWADDR, flags, payload, f"address {address} inside"))

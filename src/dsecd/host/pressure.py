@@ -125,10 +125,10 @@ class Trigger:
         self._loop.add_reader(self._epoll.fileno(), self._fired)
 
     def _fired(self) -> None:
-        events = self._epoll.poll(0)
-        if any(mask & select.EPOLLERR for _, mask in events):
+        """The loop's own look took the event (psi_trigger_poll clears it): only an error stays."""
+        if any(mask & select.EPOLLERR for _, mask in self._epoll.poll(0)):
             self.close()  # the cgroup is gone
-        elif events:
+        else:
             self._callback()
 
     def close(self) -> None:

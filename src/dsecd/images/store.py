@@ -60,7 +60,7 @@ class Layer(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, frozen=True):
     """How far an import is: `done` of `total` bytes of this stage (total 0: not known)."""
 
-    stage: str  # unpack, scan, write, digest
+    stage: str  # unpack, write or copy, digest
     done: int
     total: int
 
@@ -106,8 +106,11 @@ class LayerStore:
         self._lock.touch(mode=0o600)
         with _locked(self._lock):
             for entry in self._temporary.iterdir():
-                # another process may be importing: its directory is locked
-                with _locked(entry, wait=False) as free:
+                # another process may be importing: its directory is locked, and soon gone
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    _locked(entry, wait=False) as free,
+                ):
                     if free:
                         _discard(entry)
             self._reload()
@@ -179,6 +182,26 @@ class LayerStore:
             if len(gone) == len(holders):
                 layer.path.unlink(missing_ok=True)
 
+    def prune(self, age_s: float, drop: Callable[[str], None] = lambda _: None) -> int:
+        """Remove images that lost their last name, are not in use and older than `age_s`.
+
+        A replaced name leaves such an image: it can still be had by digest until then. Returns the
+        bytes freed.
+        """
+        freed = 0
+        with _locked(self._lock):
+            self._reload()
+            named = {record.digest for record in self._names.values()}
+            for digest in self._digests() - named:
+                layer = self._layer(digest, None)
+                if layer is None or layer.created_at > time.time() - age_s:
+                    continue
+                if self._in_use(digest) == 0:
+                    drop(digest)
+                    layer.path.unlink(missing_ok=True)
+                    freed += layer.size_bytes
+        return freed
+
     # --- imports ----------------------------------------------------------------------------
 
     async def import_(
@@ -188,7 +211,7 @@ class LayerStore:
         replace: bool = False,
         progress: Callable[[Progress], None] = lambda _: None,
     ) -> Layer:
-        """Make a layer of the directory or tar file `source` and name it.
+        """Make a layer of the directory, tar file or EROFS image `source` and name it.
 
         Runs in a thread, a few at a time; `progress` is called there. Cancelling the call ends the
         work and removes what it made. An image that exists already is only named. Raises
@@ -372,6 +395,17 @@ class _Import:
 
     def run(self) -> tuple[Path, str]:
         """Return the image and its digest."""
+        image = self._scratch / "image"
+        if self._source.is_file() and writer.is_image(self._source):
+            size = self._source.stat().st_size
+            self._expect_room(size)
+            writer.copy(self._source, image, self._reporter("copy", size))
+        else:
+            self._write(image)
+        return image, _digest(image, self._reporter("digest", image.stat().st_size))
+
+    def _write(self, image: Path) -> None:
+        """Make the image of a directory or tar."""
         root = self._source
         if not root.is_dir():
             root = self._scratch / "tree"
@@ -380,15 +414,15 @@ class _Import:
             # content is on disk twice for a while: unpacked and in the image
             tarball.unpack(self._source, root, self._room // 2, self._reporter("unpack", size))
         found = writer.survey(root)
-        if found.size_bytes > self._room:
-            raise Exhausted(
-                f"{self._source} holds {found.size_bytes} bytes, the disk has room for {self._room}"
-            )
-        image = self._scratch / "image"
-        report = self._reporter("write", found.size_bytes)
-        writer.build(root, image, found.excluded, report)
+        self._expect_room(found.size_bytes)
+        writer.build(root, image, found.excluded, self._reporter("write", found.size_bytes))
         erofs.inspect(image)
-        return image, _digest(image, self._reporter("digest", image.stat().st_size))
+
+    def _expect_room(self, size: int) -> None:
+        if size > self._room:
+            raise Exhausted(
+                f"{self._source} holds {size} bytes, the disk has room for {self._room}"
+            )
 
     def _reporter(self, stage: str, total: int) -> Callable[[int], None]:
         """Return a function that passes progress on, ten times a second at most, or gives up."""

@@ -38,6 +38,7 @@ _HOLE = 1 << 16  # zero runs from this size on become holes
 _ZEROS = bytes(_HOLE)
 _MAGIC = {b"\x28\xb5\x2f\xfd": "zstd", b"\x1f\x8b": "gz", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2"}
 _XATTR = "SCHILY.xattr."
+_ACL = "SCHILY.acl."
 _KEPT_XATTRS = ("user.", "security.capability", "system.posix_acl_")
 _EXTENSIONS = (b"x", b"g", b"X", b"L", b"K")
 # RecursionError: tarfile handles a chain of extended headers by recursion
@@ -304,6 +305,8 @@ class _Unpacker:
 
     def _xattrs(self, above: int, name: bytes, member: tarfile.TarInfo) -> None:
         for key, value in member.pax_headers.items():
+            if key.startswith(_ACL):  # an ACL as text, as GNU tar writes it
+                self._report.xattrs += 1
             if not key.startswith(_XATTR):
                 continue
             attribute = key[len(_XATTR) :]

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.host import erofs
 from dsecd.images.tarball import MAX_TIME
 from libdsec.errors import Exhausted, Internal, InvalidArgument, Unsupported
 
 _UUID = "00000000-0000-0000-0000-000000000000"
 _POLL_S = 0.1
 _EXCLUDED_MAX = 1000
+_COPY_BYTES = 16 << 20
 
 
 class Survey(msgspec.Struct):
@@ -89,6 +91,47 @@ def build(root: Path, image: Path, excluded: list[bytes], check: Callable[[int],
             raise _failure(image, process.returncode, errors.read().decode("utf-8", "replace"))
     with image.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def copy(source: Path, image: Path, check: Callable[[int], None]) -> None:
+    """Copy an EROFS image that was made elsewhere to the new file `image`; check and fsync it.
+
+    Raises `InvalidArgument` when it is damaged or needs further blobs. fsck.erofs finds damage, not
+    malice: the kernel mounts an image, so it must come from a trusted builder; a tar need not.
+    """
+    with source.open("rb", buffering=0) as reader, image.open("xb", buffering=0) as writer:
+        done = 0
+        while count := os.copy_file_range(reader.fileno(), writer.fileno(), _COPY_BYTES):
+            done += count
+            check(done)
+        os.fsync(writer.fileno())
+    try:
+        devices = erofs.inspect(image).devices
+    except Internal as error:
+        raise InvalidArgument(
+            error.message.replace(str(image), str(source)).partition("; ")[0], field="source"
+        ) from error
+    if devices:
+        raise InvalidArgument(f"{source} needs {devices} blobs beside it", field="source")
+    try:
+        found = subprocess.run(["fsck.erofs", str(image)], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise Unsupported(
+            "importing an image needs the program fsck.erofs: install the package erofs-utils",
+            reason="fsck.erofs is not installed",
+        ) from error
+    if found.returncode != 0:
+        raise InvalidArgument(
+            f"{source} is damaged: {' / '.join((found.stderr + found.stdout).splitlines()[-2:])}",
+            field="source",
+        )
+
+
+def is_image(source: Path) -> bool:
+    """Whether the file has the magic number of EROFS."""
+    with source.open("rb") as file:
+        file.seek(erofs.OFFSET)
+        return file.read(4) == erofs.MAGIC.to_bytes(4, "little")
 
 
 def _watch(process: subprocess.Popen[bytes], image: Path, check: Callable[[int], None]) -> None:

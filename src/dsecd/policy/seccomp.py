@@ -33,10 +33,13 @@ _AUDIT_ARCH: dict[Arch, int] = {
     "i386": 0x40000003,
 }
 _X32_BIT = 0x40000000
+_ALLOWED = "allowed"
 MAX_INSTRUCTIONS = 4096  # BPF_MAXINSNS
 
-Instruction = tuple[int, int, int, int]
+Instruction = tuple[int, int, int, int]  # code, jt, jf, k
 Program = list[Instruction]
+Target = int | str  # a distance, or the name of a place
+Draft = list[tuple[int, Target, Target, int] | str]  # a str names the place where it stands
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -166,48 +169,86 @@ def _skip_unless(value: int, body: Program) -> Program:
 
 def _body(options: Options, arch: Arch) -> Program:
     """Return the search over the numbers of `arch`; it always ends in a verdict."""
-    rules = sorted(_rules(options, arch).items())
-    body: Program = [(_LD_W_ABS, 0, 0, _NR)]
+    places, blocks = _rules(options, arch)
+    draft: Draft = [(_LD_W_ABS, 0, 0, _NR)]
     if arch == "x86_64":
         # x32 calls carry the same architecture and would pass by under other numbers
-        body += [(_JGE_K, 0, 1, _X32_BIT), _refuse(errno.ENOSYS)]
-    return body + _search(rules)
+        draft += [(_JGE_K, 0, 1, _X32_BIT), _refuse(errno.ENOSYS)]
+    draft += _search(sorted(places.items()))
+    for name, block in blocks.items():
+        draft += [name, *block]
+    return _resolve(draft)
 
 
-def _search(rules: list[tuple[int, Program]]) -> Program:
+def _search(rules: list[tuple[int, str]]) -> Draft:
     """Return a binary search for the number in the accumulator; unlisted numbers are allowed."""
     if len(rules) == 1:
-        number, leaf = rules[0]
-        return [*_long(_JEQ_K, number, [_allow()], leaf)]
+        number, place = rules[0]
+        return [(_JEQ_K, place, _ALLOWED, number)]
     middle = len(rules) // 2
-    low, high = _search(rules[:middle]), _search(rules[middle:])
-    return _long(_JGE_K, rules[middle][0], low, high)
+    first = rules[middle][0]
+    upper = f"from {first}"
+    return [(_JGE_K, upper, 0, first), *_search(rules[:middle]), upper, *_search(rules[middle:])]
 
 
-def _long(test: int, value: int, otherwise: Program, then: Program) -> Program:
-    """Return ``if test(value) then … otherwise …``; short jumps reach 255 instructions only."""
-    if len(otherwise) <= 255:
-        return [(test, len(otherwise), 0, value), *otherwise, *then]
-    return [(test, 0, 1, value), (_JA, 0, 0, len(otherwise)), *otherwise, *then]
+def _resolve(draft: Draft) -> Program:
+    """Replace names by distances. A conditional jump reaches 255 instructions; one that must go
+    further gets two unconditional ones behind it, which may push others out of reach in turn."""
+    far: set[int] = set()
+    while True:
+        at, places = 0, {}
+        starts: list[int] = []
+        for index, item in enumerate(draft):
+            starts.append(at)
+            if isinstance(item, str):
+                places[item] = at
+            else:
+                at += 3 if index in far else 1
+        program, too_far = _place(draft, starts, places, far)
+        if not too_far:
+            return program
+        far |= too_far
 
 
-def _rules(options: Options, arch: Arch) -> dict[int, Program]:
-    """Return by call number the code that decides it."""
-    leaves: dict[str, Program] = {
-        name: [_refuse(code)] for name, code in (DENIED | options.extra_denied).items()
-    }
+def _place(
+    draft: Draft, starts: list[int], places: dict[str, int], far: set[int]
+) -> tuple[Program, set[int]]:
+    """Return the program for these positions, and the indexes of jumps that do not reach."""
+    program: Program = []
+    too_far: set[int] = set()
+    for index, item in enumerate(draft):
+        if isinstance(item, str):
+            continue
+        code, yes, no, value = item
+        behind = starts[index] + (3 if index in far else 1)
+        goals = [t + behind if isinstance(t, int) else places[t] for t in (yes, no)]
+        if index in far:
+            program.append((code, 0, 1, value))
+            program += [(_JA, 0, 0, goals[0] - behind + 1), (_JA, 0, 0, goals[1] - behind)]
+            continue
+        if max(goals) - behind > 255:
+            too_far.add(index)
+        program.append((code, goals[0] - behind, goals[1] - behind, value))
+    return program, too_far
+
+
+def _rules(options: Options, arch: Arch) -> tuple[dict[int, str], dict[str, Program]]:
+    """Return by call number the place that decides it, and by place its code."""
+    errnos = DENIED | options.extra_denied
     if not options.i386:
-        leaves["modify_ldt"] = [_refuse(errno.ENOSYS)]  # segments serve 16- and 32-bit code only
+        errnos["modify_ldt"] = errno.ENOSYS  # segments serve 16- and 32-bit code only
+    blocks = {"socket": _socket(), "ioctl": _ioctl(), _ALLOWED: [_allow()]}
+    names = {"socket": "socket", "socketpair": "socket", "ioctl": "ioctl"}
     if not options.nested_namespaces:
-        namespaces = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET)
-        leaves["clone"] = namespaces
-        leaves["unshare"] = namespaces
+        blocks["namespaces"] = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET)
+        names |= {"clone": "namespaces", "unshare": "namespaces"}
         # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
-        leaves["clone3"] = [_refuse(errno.ENOSYS)]
-    leaves["socket"] = leaves["socketpair"] = _socket()
-    leaves["ioctl"] = _ioctl()
-    numbered = ((syscalls.number(name, arch), leaf) for name, leaf in leaves.items())
-    return {number: leaf for number, leaf in numbered if number is not None}
+        errnos["clone3"] = errno.ENOSYS
+    for name, code in errnos.items():
+        names[name] = f"errno {code}"
+        blocks[f"errno {code}"] = [_refuse(code)]
+    numbered = ((syscalls.number(name, arch), place) for name, place in names.items())
+    return {number: place for number, place in numbered if number is not None}, blocks
 
 
 def _refuse(code: int) -> Instruction:

@@ -1,0 +1,200 @@
+"""The daemon's side of the channel to one `dsec-init` (docs/protocol.md).
+
+`AgentChannel` is a `dsecd.backends.abc.Channel`: `open` starts a call whose items, credits and
+answer go to a receiver as they come, so that a client's call can be relayed frame by frame, with
+its back-pressure end to end. `call` is the short form for the daemon's own calls. Payloads are
+never decoded on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from dsecd.backends.abc import Receiver
+from libdsec.errors import Unavailable, from_wire, to_wire
+from libdsec.wire import (
+    INITIAL_CREDIT,
+    Cancel,
+    Credit,
+    End,
+    Failure,
+    Frame,
+    FrameError,
+    Item,
+    Reply,
+    Request,
+    Splitter,
+    encode,
+)  # fmt: skip
+
+
+class AgentCall:
+    """One open call. After its answer every method does nothing."""
+
+    __slots__ = ("_channel", "id", "receiver")
+
+    def __init__(self, channel: AgentChannel, call_id: int, receiver: Receiver) -> None:
+        self._channel, self.id, self.receiver = channel, call_id, receiver
+
+    def send_item(self, data: msgspec.Raw) -> None:
+        """Send one item; the caller counts its credits (`INITIAL_CREDIT` at the start)."""
+        self._channel._send(self.id, Item(self.id, data))
+
+    def end(self) -> None:
+        """The stream of items is complete."""
+        self._channel._send(self.id, End(self.id))
+
+    def cancel(self) -> None:
+        """Give the call up; its answer still comes."""
+        self._channel._send(self.id, Cancel(self.id))
+
+    def grant(self, n: int) -> None:
+        """Let the agent send `n` more items."""
+        self._channel._send(self.id, Credit(self.id, n))
+
+
+class _Awaited:
+    """The receiver of `AgentChannel.call`: a future, and items for a callback."""
+
+    __slots__ = ("_credit", "_on_item", "_owed", "call", "result")
+
+    def __init__(self, on_item: Callable[[msgspec.Raw], None] | None, credit: int) -> None:
+        self.result: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self.call: AgentCall | None = None
+        self._on_item, self._credit, self._owed = on_item, credit, 0
+
+    def on_item(self, data: msgspec.Raw) -> None:
+        if self._on_item is not None:
+            self._on_item(data)
+        self._owed += 1
+        if self.call is not None and self._owed * 2 >= self._credit:
+            self.call.grant(self._owed)
+            self._owed = 0
+
+    def on_credit(self, n: int) -> None:
+        """The call sends no items."""
+
+    def on_reply(self, result: msgspec.Raw) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+    def on_failure(self, error: dict[str, object]) -> None:
+        if not self.result.done():
+            self.result.set_exception(from_wire(error))
+
+
+class AgentChannel(asyncio.Protocol):
+    """A connection to one agent, with any number of calls open on it."""
+
+    def __init__(self, on_closed: Callable[[], None] | None = None) -> None:
+        self._on_closed = on_closed
+        self._transport: asyncio.Transport | None = None
+        self._splitter = Splitter()
+        self._calls: dict[int, AgentCall] = {}
+        self._next_id = 1
+
+    @classmethod
+    async def connect(cls, path: str, on_closed: Callable[[], None] | None = None) -> AgentChannel:
+        """Connect to the agent's unix socket. Raises `OSError` when it cannot be reached.
+
+        `on_closed` is called once when the connection is lost, not after `close`.
+        """
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(on_closed), path)
+        return channel
+
+    # --- calls ----------------------------------------------------------------------------------
+
+    def open(self, op: str, args: msgspec.Raw, receiver: Receiver) -> AgentCall:
+        """Start a call; what comes back goes to `receiver`. Raises `Unavailable` when closed."""
+        if self._transport is None:
+            raise Unavailable("the sandbox's agent cannot be reached")
+        call = AgentCall(self, self._next_id, receiver)
+        self._next_id += 1
+        frame = encode(Request(call.id, op, args))  # may raise FrameError: nothing is open yet
+        self._calls[call.id] = call
+        self._transport.write(frame)
+        return call
+
+    async def call(
+        self,
+        op: str,
+        args: msgspec.Raw,
+        on_item: Callable[[msgspec.Raw], None] | None = None,
+        initial_credit: int = INITIAL_CREDIT,
+    ) -> msgspec.Raw:
+        """Make a call and return its result. Raises the `DSecError` it failed with.
+
+        Items go to `on_item` as they come; more are asked for by themselves. `initial_credit`
+        above the protocol's 16 is granted at once. A cancelled task cancels the call.
+        """
+        awaited = _Awaited(on_item, initial_credit)
+        call = awaited.call = self.open(op, args, awaited)
+        if initial_credit > INITIAL_CREDIT:
+            call.grant(initial_credit - INITIAL_CREDIT)
+        try:
+            return await awaited.result
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+
+    def _send(self, call_id: int, frame: Frame) -> None:
+        if self._transport is not None and call_id in self._calls:
+            self._transport.write(encode(frame))
+
+    # --- asyncio.Protocol -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # not isinstance: uvloop has transports of its own, outside the class tree
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for frame in self._splitter.feed(data):
+                self._receive(frame)
+        except FrameError as error:
+            self._lose(f"the sandbox's agent broke the protocol: {error}")
+
+    def _receive(self, frame: Frame) -> None:
+        if isinstance(frame, Reply):
+            call = self._calls.pop(frame.id, None)
+            if call is not None:
+                call.receiver.on_reply(frame.result)
+        elif isinstance(frame, Failure):
+            call = self._calls.pop(frame.id, None)
+            if call is not None:
+                call.receiver.on_failure(frame.error)
+        elif isinstance(frame, Item | Credit):
+            call = self._calls.get(frame.id)
+            if call is not None and isinstance(frame, Item):
+                call.receiver.on_item(frame.data)
+            elif call is not None and isinstance(frame, Credit):
+                call.receiver.on_credit(frame.n)
+        else:
+            raise FrameError(f"unexpected {type(frame).__name__}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(f"the connection to the sandbox's agent was lost: {exc or 'closed'}")
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the connection. Open calls fail with `Unavailable`; commands run on."""
+        self._on_closed = None
+        self._lose("the channel to the sandbox's agent was closed")
+
+    def _lose(self, reason: str) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        calls, self._calls = self._calls, {}
+        error: dict[str, Any] = to_wire(Unavailable(reason))
+        for call in calls.values():
+            call.receiver.on_failure(error)
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed()

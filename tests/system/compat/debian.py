@@ -1,0 +1,79 @@
+"""A Debian layer with the software of the compatibility tests, built once and kept.
+
+It is built from the host's own mirror by scripts/build-base into a cache (DSEC_TEST_CACHE, default
+/var/cache/dsec-tests) and linked from there into the store of each test's daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from dsecd.images.store import LayerStore
+from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests.system.daemon import daemon
+
+IMAGE = "base/debian-compat:12"
+PACKAGES = (
+    "postgresql", "tmux", "chromium", "nodejs", "npm", "gcc", "make", "libc6-dev",
+    "python3-venv", "python3-pip", "python3-wheel", "dpkg-dev",
+)  # fmt: skip
+CACHE = Path(os.environ.get("DSEC_TEST_CACHE", "/var/cache/dsec-tests"))
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def build() -> Path:
+    """Return the image file, building the layer when the cache has none (some minutes)."""
+    command = [str(_REPOSITORY / "scripts/build-base"), IMAGE, "--state", str(CACHE)]
+    subprocess.run([*command, "--packages", ",".join(PACKAGES)], check=True, capture_output=True)
+    store = LayerStore(CACHE / "layers")
+    store.start()
+    return store.resolve(IMAGE).path
+
+
+def lend(image: Path, state: Path) -> None:
+    """Put the image into the store below `state` under its name, without copying if possible."""
+    store = LayerStore(state / "layers")
+    store.start()
+    target = state / "layers" / image.name
+    try:
+        target.hardlink_to(image)
+    except OSError:
+        shutil.copyfile(image, target)
+    store.point(IMAGE, image.stem, expected=None)
+
+
+@contextlib.asynccontextmanager
+async def debian(**args: object) -> AsyncIterator[Sandbox]:
+    """A sandbox of the Debian layer in a daemon of its own; keywords go into its run arguments."""
+    image = await asyncio.to_thread(build)
+    options = {"memory_limit_mb": 2048, "cpu_cores_limit": 2, "disk_limit_mb": 1024, **args}
+    resolvers = [
+        fields[1]
+        for fields in map(str.split, Path("/etc/resolv.conf").read_text().splitlines())
+        if len(fields) > 1 and fields[0] == "nameserver"
+    ]
+    async with daemon(network={"resolvers": resolvers}) as running:
+        await asyncio.to_thread(lend, image, running.state)
+        async with DSecClient(f"unix:{running.socket}") as client:
+            run = DSecContainerRunArgs(container_image=IMAGE, **options)  # type: ignore[arg-type]
+            async with await client.run_container(run, timeout=60) as sandbox:
+                yield sandbox
+
+
+def download(package: str) -> Path | None:
+    """Return a real Debian package, fetched once by the host's apt; None without a mirror."""
+    directory = CACHE / "packages"
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o755)
+    found = sorted(directory.glob(f"{package}_*.deb"))
+    if not found:
+        command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", package]
+        subprocess.run(command, cwd=directory, check=False, capture_output=True)
+        found = sorted(directory.glob(f"{package}_*.deb"))
+    return found[-1] if found else None

@@ -1,0 +1,82 @@
+"""The probe table on this host: complete, honest, and without a trace."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dsecd.host import probe, probe_mounts, probe_network
+from libdsec.errors import Unsupported
+
+
+@pytest.mark.root
+def test_table_is_complete_and_leaves_nothing() -> None:
+    probe.probe.cache_clear()
+    table = probe.probe()
+    names = [row.name for row in table]
+    assert len(names) == len(set(names))
+    assert set(probe.REQUIRED) <= set(names)
+    assert all(row.needed_for for row in table)
+    assert all(row.reason for row in table if not row.available)
+    assert not [row for row in table if "itself failed" in row.reason]
+    assert probe.probe() is table
+    with pytest.raises(KeyError):
+        probe.feature("no such feature")
+
+
+@pytest.mark.root
+def test_this_host_can_make_sandboxes() -> None:
+    assert probe.missing() == ()
+
+
+def test_crash_hang_and_answer_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TRIAL_S", 0.3)
+
+    def crash(scratch: Path) -> str:
+        faulthandler.disable()  # pytest's would print a traceback of this deliberate crash
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return ""
+
+    def hang(scratch: Path) -> str:
+        if os.fork() == 0:
+            time.sleep(60)
+        time.sleep(60)
+        return ""
+
+    def refuse(scratch: Path) -> str:
+        raise Unsupported("x", reason="because")
+
+    def wrong(scratch: Path) -> str:
+        raise ValueError("bug")
+
+    outcomes = {
+        attempt.__name__: probe.run(probe.Trial("t", "n", attempt), tmp_path)
+        for attempt in (crash, hang, refuse, wrong, lambda scratch: "fine")
+    }
+    assert "SIGSEGV" in outcomes["crash"].reason
+    assert "no answer" in outcomes["hang"].reason
+    assert outcomes["refuse"].reason == "because"
+    assert "itself failed" in outcomes["wrong"].reason
+    assert outcomes["<lambda>"].available
+    assert outcomes["<lambda>"].reason == "fine"
+
+
+def test_smallest_erofs_image_has_the_magic() -> None:
+    image = probe_mounts.empty_erofs()
+    assert len(image) == 4096
+    assert image[1024:1028] == bytes.fromhex("e2e1f5e0")
+
+
+@pytest.mark.root
+def test_functions_are_found_in_btf() -> None:
+    source = Path("/sys/kernel/btf/vmlinux")
+    if not source.exists():
+        pytest.skip("the kernel has no BTF")
+    assert probe_network.btf_function(source.read_bytes(), b"vfs_read") > 0
+    with pytest.raises(Unsupported):
+        probe_network.btf_function(source.read_bytes(), b"no_such_function_here")

@@ -1,0 +1,108 @@
+"""Timer, events and the request's check on their own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dsecd.engine.events import Bus
+from dsecd.engine.request import check_key, compile_spec
+from dsecd.engine.timer import Timer
+from dsecd.model import make_id, parse_id
+from libdsec.errors import InvalidArgument
+from libdsec.model import DSecContainerRunArgs
+
+
+async def test_the_timer_asks_again_when_the_deadline_moved() -> None:
+    loop = asyncio.get_running_loop()
+    deadlines = {"a": loop.time() + 0.05}
+    fired = []
+
+    def look(name: str) -> float | None:
+        if loop.time() + 0.001 < deadlines[name]:
+            return deadlines[name]
+        fired.append((name, loop.time()))
+        return None
+
+    timer = Timer(look)
+    timer.watch("a", deadlines["a"])
+    deadlines["a"] += 0.1
+    await asyncio.sleep(0.3)
+    ((name, when),) = fired
+    assert name == "a"
+    assert when >= deadlines["a"] - 0.002
+    assert len(timer) == 0
+
+
+async def test_an_earlier_deadline_replaces_a_later_one() -> None:
+    loop, fired = asyncio.get_running_loop(), []
+    timer = Timer(lambda name: fired.append(name))
+    timer.watch("a", loop.time() + 60)
+    timer.watch("a", loop.time() + 0.02)
+    timer.watch("b", loop.time() + 0.01)
+    timer.watch("c", loop.time() + 0.03)
+    timer.forget("c")
+    await asyncio.sleep(0.1)
+    assert fired == ["b", "a"]
+    timer.close()
+
+
+async def test_a_slow_subscriber_loses_events_and_is_told() -> None:
+    bus = Bus(limit=4)
+    slow, other = bus.subscribe(), bus.subscribe("x")
+    for i in range(10):
+        bus.emit(f"s{i}", "created")
+    got = [await anext(slow) for _ in range(4)]
+    assert [event.sandbox for event in got] == ["s0", "s1", "s2", "s3"]
+    bus.emit("s10", "stopped")
+    marker, after = await anext(slow), await anext(slow)
+    assert (marker.kind, marker.detail) == ("dropped", {"count": "6"})
+    assert after.sandbox == "s10"
+    assert other.dropped == 0
+    assert bus.dropped == 6
+    bus.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(slow)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("container_image", ""), ("memory_limit_mb", 1), ("cpu_cores_limit", 0),
+        ("cpu_cores_limit", float("nan")), ("pids_limit", 0), ("disk_limit_mb", 0),
+        ("ttl_running_stop", -1), ("max_lifetime_s", 0), ("hostname", "a b"),
+        ("hostname", "x" * 64), ("workdir", "relative"), ("env", {"A=B": "c"}),
+        ("env", {"A": "\0"}), ("init_user", "a\nb"), ("output_limit_mb", 0),
+    ],
+)  # fmt: skip
+def test_requests_that_cannot_be_are_refused_by_field(field: str, value: object) -> None:
+    args = DSecContainerRunArgs(**{"container_image": "x", field: value})
+    with pytest.raises(InvalidArgument) as caught:
+        compile_spec("s0-n0-1-1", args)
+    assert caught.value.detail["field"] == field
+
+
+def test_units_and_sealing() -> None:
+    args = DSecContainerRunArgs(
+        container_image="x", memory_limit_mb=3, network="nat", network_rules={"pypi": True}
+    )
+    args.memory_limit_mb = 64
+    spec = compile_spec("s0-n0-1-1", args)
+    assert (spec.memory_bytes, spec.network, spec.sealed) == (64 << 20, "none", True)
+
+
+def test_keys_are_bounded() -> None:
+    for key in ("", "x" * 201):
+        with pytest.raises(InvalidArgument):
+            check_key(key)
+
+
+def test_ids_carry_shard_node_and_epoch() -> None:
+    name = make_id("s12", "node7", 1295, 123456789)
+    parts = parse_id(name)
+    assert parts is not None
+    assert (parts.shard, parts.node, parts.epoch) == ("s12", "node7", 1295)
+    assert len(make_id("a" * 12, "b" * 12, 36**6 - 1, 36**7)) <= 48
+    for wrong in ("", "a-b-c", "../x", "a-b-c-d-e", "A-b-1-1"):
+        assert parse_id(wrong) is None
