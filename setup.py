@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from glob import glob
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -37,7 +36,7 @@ class Executable(NamedTuple):
     folders: tuple[str, ...]
 
     def sources(self) -> list[str]:
-        found = [path for folder in self.folders for path in sorted(glob(f"{folder}/*.c"))]
+        found = [path for folder in self.folders for path in _files(folder, "*.c")]
         mains = {f"{NATIVE}/init/main.c", f"{NATIVE}/spawner/main.c", self.main} - {self.main}
         return sorted((set(found) | {self.main}) - mains)
 
@@ -57,6 +56,11 @@ EXECUTABLES = (
 )
 
 
+def _files(folder: str, pattern: str) -> list[str]:
+    """Return the files of the checkout that match, relative to it, in a stable order."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob(pattern))
+
+
 def _run(command: list[str]) -> None:
     print(" ".join(command), file=sys.stderr)
     subprocess.run(command, check=True, cwd=ROOT)
@@ -67,7 +71,7 @@ def _stale(target: Path, sources: list[str]) -> bool:
     if not target.exists():
         return True
     built = target.stat().st_mtime
-    headers = glob(f"{NATIVE}/**/*.h", recursive=True)
+    headers = _files(NATIVE, "**/*.h")
     return any((ROOT / path).stat().st_mtime > built for path in [*sources, *headers, "setup.py"])
 
 
@@ -133,11 +137,11 @@ def _extensions() -> list[Extension]:
     os.chdir(ROOT)
     core = Extension(
         "_fastpath._core",
-        [f"{NATIVE}/_core.pyx", *sorted(glob(f"{NATIVE}/native/*.c"))],
+        [f"{NATIVE}/_core.pyx", *_files(f"{NATIVE}/native", "*.c")],
         include_dirs=[NATIVE],
         define_macros=[("_GNU_SOURCE", "1")],
-        extra_compile_args=["-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra", "-Wno-unused-parameter"],
-        depends=[*glob(f"{NATIVE}/*.pxi"), *glob(f"{NATIVE}/native/*.h")],
+        extra_compile_args=["-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra"],
+        depends=[*_files(NATIVE, "*.pxi"), *_files(f"{NATIVE}/native", "*.h")],
     )
     return cythonize([core], language_level=3, include_path=[NATIVE])
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from os import PathLike
 
-Path = str | bytes | PathLike[str]
+StrPath = str | bytes | PathLike[str]
 
 def make_userns(uid_base: int, owner_uid: int) -> int:
     """Return a user namespace whose ids 0..65534 are `uid_base`.. outside, owned by `owner_uid`."""
@@ -14,25 +14,25 @@ def make_netns() -> int:
 def netns_reusable(fd: int) -> bool:
     """Return whether nothing of the last user is left: sockets, TIME_WAIT, interfaces, routes."""
 
-def mount_erofs(image: Path, devices: Iterable[Path] = ()) -> int:
+def mount_erofs(image: StrPath, devices: Iterable[StrPath] = ()) -> int:
     """Return a detached, read-only, nodev, file-backed mount of `image` and its blob `devices`."""
 
-def open_tree(path: Path, clone: bool, recursive: bool = False) -> int:
+def open_tree(path: StrPath, clone: bool, recursive: bool = False) -> int:
     """Return a descriptor of the mount at `path`, or of a detached clone of it."""
 
-def move_mount(fd: int, target: Path) -> None:
+def move_mount(fd: int, target: StrPath) -> None:
     """Attach the detached mount `fd` at `target`."""
 
 def idmap_mount(fd: int, userns: int) -> None:
     """Map the ids of the detached mount `fd` through the user namespace."""
 
-def umount(target: Path, detach: bool = True) -> None:
+def umount(target: StrPath, detach: bool = True) -> None:
     """Unmount `target` (never through a symbolic link); detached, busy mounts go later."""
 
-def remove_tree(path: Path) -> None:
+def remove_tree(path: StrPath) -> None:
     """Remove `path` and all below it without following a symbolic link; absent is success."""
 
-def remove_cgroup(path: Path) -> None:
+def remove_cgroup(path: StrPath) -> None:
     """Remove a cgroup and its child groups; EBUSY while a process is left; absent is success."""
 
 def set_project(fd: int, project: int) -> None:

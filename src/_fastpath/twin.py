@@ -1,7 +1,7 @@
 """The contract of `_core.pyi` in Python, through cffi in ABI mode.
 
-Written to be read beside the C: the same calls in the same order. It needs no compiler, so it serves
-hosts without the extension and shows what the C does. The one difference: a child cannot share this
+Written to be read beside the C: the same calls in the same order. It needs no compiler, so it
+serves hosts without the extension and shows what the C does. The one difference: a child cannot share this
 process's memory from Python, so what needs another process's namespaces runs in a thread of its
 own with unshared state (namespaces are a property of the thread), and `make_userns` forks.
 """
@@ -20,13 +20,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
+from pathlib import Path
 from typing import TypeVar
 
 import cffi
 
 from _fastpath import StepError
 
-Path = str | bytes | PathLike[str]
+StrPath = str | bytes | PathLike[str]
 T = TypeVar("T")
 
 ffi = cffi.FFI()
@@ -47,7 +48,7 @@ _MOUNT_SETATTR, _QUOTACTL_FD = 442, 443
 _SETRESUID = {"x86_64": 117, "aarch64": 147}
 
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE = -100, 0x1000, 0x8000
-_CLOEXEC, _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 0o2000000, 1, 4
+_CLOEXEC, _FS_CLOEXEC, _OPEN_TREE_CLONE, _MOVE_MOUNT_F_EMPTY_PATH = 0o2000000, 1, 1, 4
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _ATTR_RDONLY, _ATTR_NODEV, _ATTR_IDMAP = 1, 4, 0x100000
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
@@ -72,7 +73,7 @@ def _call(step: str, number: int, *args: object) -> int:
     return _checked(_libc.syscall(ffi.cast("long", number), *values), step)
 
 
-def _text(value: Path | None) -> object:
+def _text(value: StrPath | None) -> object:
     return ffi.NULL if value is None else ffi.new("char[]", os.fsencode(value))
 
 
@@ -121,8 +122,8 @@ def make_userns(uid_base: int, owner_uid: int) -> int:
             if os.read(ready_read, 1) != b"+":
                 raise StepError(errno.EPERM, "clone_userns")
         for name in ("uid_map", "gid_map"):
-            with _step(name), open(f"/proc/{child}/{name}", "wb", buffering=0) as file:
-                file.write(b"0 %d 65535\n" % uid_base)
+            with _step(name):
+                Path(f"/proc/{child}/{name}").write_text(f"0 {uid_base} 65535\n")
         with _step("open_userns"):
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -158,11 +159,8 @@ def _set_up_netns() -> int:
         _checked(_libc.ioctl(fd, _SIOCSIFFLAGS, buffer), "loopback")
     finally:
         os.close(fd)
-    with (
-        contextlib.suppress(OSError),
-        open("/proc/sys/net/ipv4/ping_group_range", "w") as file,
-    ):
-        file.write("0 2147483647")
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/ping_group_range").write_text("0 2147483647")
     with _step("open_netns"):
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -177,8 +175,7 @@ def netns_reusable(fd: int) -> bool:
 
 def _read_net(name: str) -> str:
     try:
-        with open(f"/proc/thread-self/net/{name}") as file:
-            return file.read()
+        return Path(f"/proc/thread-self/net/{name}").read_text()
     except FileNotFoundError:
         return ""
 
@@ -200,27 +197,27 @@ def _holds_interfaces() -> bool:
 # --- mounts -------------------------------------------------------------------------------------
 
 
-def mount_erofs(image: Path, devices: Iterable[Path] = ()) -> int:
-    fs = _call("fsopen", _FSOPEN, _text("erofs"), _CLOEXEC)
+def mount_erofs(image: StrPath, devices: Iterable[StrPath] = ()) -> int:
+    fs = _call("fsopen", _FSOPEN, _text("erofs"), _FS_CLOEXEC)
     try:
         options = [("source", image), *(("device", device) for device in devices)]
         for key, value in options:
             _call("fsconfig", _FSCONFIG, fs, _SET_STRING, _text(key), _text(value), 0)
         _call("fsconfig", _FSCONFIG, fs, _SET_FLAG, _text("ro"), ffi.NULL, 0)
         _call("fs_create", _FSCONFIG, fs, _CMD_CREATE, ffi.NULL, ffi.NULL, 0)
-        return _call("fsmount", _FSMOUNT, fs, 1, _ATTR_RDONLY | _ATTR_NODEV)
+        return _call("fsmount", _FSMOUNT, fs, _FS_CLOEXEC, _ATTR_RDONLY | _ATTR_NODEV)
     finally:
         os.close(fs)
 
 
-def open_tree(path: Path, clone: bool, recursive: bool = False) -> int:
+def open_tree(path: StrPath, clone: bool, recursive: bool = False) -> int:
     flags = _CLOEXEC
     if clone:
         flags |= _OPEN_TREE_CLONE | (_AT_RECURSIVE if recursive else 0)
     return _call("open_tree", _OPEN_TREE, _AT_FDCWD, _text(path), flags)
 
 
-def move_mount(fd: int, target: Path) -> None:
+def move_mount(fd: int, target: StrPath) -> None:
     flags = _MOVE_MOUNT_F_EMPTY_PATH
     _call("move_mount", _MOVE_MOUNT, fd, _text(""), _AT_FDCWD, _text(target), flags)
 
@@ -231,7 +228,7 @@ def idmap_mount(fd: int, userns: int) -> None:
     _call("mount_setattr", _MOUNT_SETATTR, fd, _text(""), _AT_EMPTY_PATH, buffer, 32)
 
 
-def umount(target: Path, detach: bool = True) -> None:
+def umount(target: StrPath, detach: bool = True) -> None:
     flags = _UMOUNT_NOFOLLOW | (_MNT_DETACH if detach else 0)
     _checked(_libc.umount2(_text(target), flags), "umount")
 
@@ -239,19 +236,19 @@ def umount(target: Path, detach: bool = True) -> None:
 # --- volumes ------------------------------------------------------------------------------------
 
 
-def remove_tree(path: Path) -> None:
+def remove_tree(path: StrPath) -> None:
     """Depth first over descriptors; `os.unlink` with dir_fd never follows the last component."""
     with _step("remove_tree"):
+        target = Path(os.fsdecode(path))
         try:
-            kind = os.lstat(path).st_mode
+            kind = target.lstat().st_mode
         except FileNotFoundError:
             return
         if not stat.S_ISDIR(kind):
-            os.unlink(path)
+            target.unlink()
             return
-        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        _empty(top)
-        os.rmdir(path)
+        _empty(os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+        target.rmdir()
 
 
 def _empty(top: int) -> None:
@@ -294,11 +291,11 @@ def _sweep(here: int) -> str | None:
     return found
 
 
-def remove_cgroup(path: Path) -> None:
+def remove_cgroup(path: StrPath) -> None:
     with _step("remove_cgroup"):
-        for folder, _, _ in os.walk(path, topdown=False):
+        for folder, _, _ in os.walk(os.fsdecode(path), topdown=False):
             with contextlib.suppress(FileNotFoundError):
-                os.rmdir(folder)
+                Path(folder).rmdir()
 
 
 def set_project(fd: int, project: int) -> None:

@@ -1,8 +1,8 @@
 """The system-call layer: C behind Cython, or its Python twin.
 
-The only importer of `_fastpath`. ``DSEC_FASTPATH=c|python`` forces one and fails when it is missing;
-without it the extension is taken when it was built. `IMPLEMENTATION` names what was chosen; the
-contract of the functions is `_fastpath/_core.pyi`.
+The only importer of `_fastpath`. ``DSEC_FASTPATH=c|python`` forces one and fails when it is
+missing; without it the extension is taken when it was built. `IMPLEMENTATION` names what was
+chosen; the contract of the functions is `_fastpath/_core.pyi`.
 """
 
 from __future__ import annotations

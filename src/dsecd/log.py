@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+import msgspec
 
 from dsecd.config import Log
 
@@ -58,7 +59,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             body["exception"] = self.formatException(record.exc_info)
-        return json.dumps(body, default=str, ensure_ascii=False)
+        return msgspec.json.encode(body, enc_hook=str).decode()
 
 
 class TextFormatter(logging.Formatter):
@@ -84,6 +85,9 @@ def configure(config: Log, stream: TextIO = sys.stderr) -> None:
         style = "text" if stream.isatty() else "json"
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    # two records a sandbox are a visible part of its cost: leave out what no formatter here prints
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # type: ignore[attr-defined]  # documented: no walk up the stack
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.level.upper())

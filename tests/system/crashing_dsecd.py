@@ -1,5 +1,5 @@
-"""dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is reached;
-``fail-each-step`` makes each step of the spawner fail once, in turn.
+"""dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is
+reached; ``fail-each-step`` makes each step of the spawner fail once, in turn.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """

@@ -1,4 +1,4 @@
-"""dsec-spawner on a real kernel: what a container is, what root inside cannot do, what is undone."""
+"""dsec-spawner on a real kernel: what a container is, what root inside cannot, what is undone."""
 
 from __future__ import annotations
 
@@ -47,15 +47,19 @@ def traces(lab: Lab) -> dict[str, object]:
             if path.read_text().strip()
         ),
         "children": children,
-        "fds": [sorted(os.listdir(f"/proc/{pid}/fd")) for pid in pids],
+        "fds": [_fds(pid) for pid in pids],
         "mounts": [Path(f"/proc/{pid}/mountinfo").read_text() for pid in pids],
         "host_mounts": [
             line
             for line in Path("/proc/self/mountinfo").read_text().splitlines()
             if str(lab.folder) in line
         ],
-        "own_fds": len(os.listdir("/proc/self/fd")),
+        "own_fds": len(_fds(os.getpid())),
     }
+
+
+def _fds(pid: int) -> list[str]:
+    return sorted(path.name for path in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _parent(path: Path) -> int:
@@ -72,7 +76,8 @@ async def test_a_container_is_what_its_plan_says(lab: Lab) -> None:
         assert status == 0
         assert text.splitlines()[:4] == ["0", "box", "1", "box"]
         assert "sys" in text
-        status, text = await lab.say("a", "stat -c '%u %a' / /etc/x /etc/x/y /dev/shm; cat /etc/x/y")
+        command = "stat -c '%u %a' / /etc/x /etc/x/y /dev/shm; cat /etc/x/y"
+        status, text = await lab.say("a", command)
         assert text.split() == ["0", "755", "0", "755", "0", "600", "0", "1777", "deep"]
         spool = (lab.folder / "spool/a").stat()
         assert (spool.st_uid, spool.st_mode & 0o777) == (UID_BASE + 65535, 0o700)
@@ -105,7 +110,8 @@ async def test_root_inside_has_no_power_over_pid_1_masks_or_devices(lab: Lab) ->
         assert len(outcome) == 21
         _, text = await lab.say("a", "cat /proc/keys; cat /proc/kpagecgroup | wc -c; ls /proc/fs")
         assert text.split() == ["0"]
-        status, text = await lab.say("a", "kill -9 1; ls -d /proc/1; find / -name agent.sock; id -u")
+        command = "kill -9 1; ls -d /proc/1; find / -name agent.sock; id -u"
+        status, text = await lab.say("a", command)
         assert text.splitlines()[-1] == "0"
         assert "/agent.sock" not in text
 
@@ -173,7 +179,7 @@ async def test_a_disk_upper_and_binds_of_the_host(lab: Lab) -> None:
     before = traces(lab)
     binds = (Bind(str(shown), "/etc/passwd"), Bind(str(lab.folder / "spool"), "/host", False))
     async with lab.container("a", upper_dir=str(upper), binds=binds, dev_tree="/dev"):
-        status, text = await lab.say(
+        _, text = await lab.say(
             "a", "cat /etc/passwd; echo x > /etc/passwd; echo y > /kept; echo z > /dev/shm/z"
         )
         assert text.startswith("from the host\n")
@@ -272,7 +278,7 @@ async def test_destroy_never_follows_a_link_out(lab: Lab) -> None:
     spawned = await lab.create("a")
     (lab.folder / "spool/a/link").symlink_to(outside)
     await lab.destroy("a", spawned)
-    os.symlink(outside, lab.folder / "spool/b")
+    (lab.folder / "spool/b").symlink_to(outside)
     await lab.destroy("b", None)
     assert (outside / "precious").read_text() == "kept"
     assert not (lab.folder / "spool/b").is_symlink()

@@ -84,7 +84,8 @@ bool conns_open(int listen_fd)
 {
     int listening = 0;
     socklen_t n = sizeof listening;
-    reserve_fd = open("/", O_PATH | O_CLOEXEC);
+    if (reserve_fd < 0)
+        reserve_fd = open("/", O_PATH | O_CLOEXEC);
     fcntl(listen_fd, F_SETFL, O_NONBLOCK);
     if (getsockopt(listen_fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &n) == 0 && listening)
         return source_open(&listener, listen_fd, EPOLLIN, listener_ready);

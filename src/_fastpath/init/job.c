@@ -227,6 +227,9 @@ ssize_t ctl_receive(int fd, uint8_t *report, int *passed_fd)
     };
     *passed_fd = -1;
     ssize_t n = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    /* Reported before what is queued, when the child ended without reading all we sent it. */
+    if (n < 0 && errno == ECONNRESET)
+        n = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (n < 0)
         return errno == EAGAIN || errno == EINTR ? -1 : 0;
     struct cmsghdr *c = CMSG_FIRSTHDR(&message);

@@ -23,7 +23,8 @@ void serve_round(int limit_ms)
     }
     loop_round(timeout);
     uint64_t now = now_us();
-    due = sooner(jobs_tick(now), sessions_tick(now));
+    due = jobs_tick(now); /* first: a command's timeout may set a session's deadline */
+    due = sooner(due, sessions_tick(now));
     due = sooner(due, conns_tick(now));
     scratch_trim();
 }

@@ -241,6 +241,30 @@ static int open_beneath(const char *path)
     return (int)syscall(SYS_openat2, top, *path ? path : ".", &how, sizeof how);
 }
 
+/* Make directory `path` (the parts of it that are missing) below `top`; false and errno. */
+static bool make_path(char *path)
+{
+    for (char *p = path;; p++) {
+        p += strcspn(p, "/");
+        char after = *p;
+        *p = 0;
+        char *cut = strrchr(path, '/');
+        if (cut)
+            *cut = 0;
+        int up = open_beneath(cut ? path : "");
+        if (cut)
+            *cut = '/';
+        bool made = up >= 0 && (mkdirat(up, cut ? cut + 1 : path, 0755) == 0 || errno == EEXIST);
+        int err = errno;
+        if (up >= 0)
+            close(up);
+        *p = after;
+        errno = err;
+        if (!made || !after)
+            return made;
+    }
+}
+
 /* The directory that holds `name`, made where it is missing; links out of `top` are refused. */
 static int parent_of(char *name, const char **last)
 {
@@ -250,28 +274,8 @@ static int parent_of(char *name, const char **last)
         return open_beneath("");
     *slash = 0;
     int fd = open_beneath(name);
-    for (char *p = name; fd < 0 && errno == ENOENT; p++) {
-        p += strcspn(p, "/");
-        char after = *p;
-        *p = 0;
-        const char *base = strrchr(name, '/');
-        char *cut = strrchr(name, '/');
-        if (cut)
-            *cut = 0;
-        int up = open_beneath(cut ? name : "");
-        if (cut)
-            *cut = '/';
-        if (up < 0 || (mkdirat(up, base ? base + 1 : name, 0755) < 0 && errno != EEXIST)) {
-            *slash = '/';
-            return -1;
-        }
-        close(up);
-        *p = after;
-        if (!after)
-            fd = open_beneath(name);
-        if (!after)
-            break;
-    }
+    if (fd < 0 && errno == ENOENT && make_path(name))
+        fd = open_beneath(name);
     *slash = '/';
     return fd;
 }
@@ -315,10 +319,8 @@ static void make_directory(int dir, const char *name, const struct entry *e)
 {
     struct stat st;
     if (mkdirat(dir, name, 0755) < 0 &&
-        (errno != EEXIST || fstatat(dir, name, &st, 0) < 0 || !S_ISDIR(st.st_mode))) {
-        errno = errno ? errno : ENOTDIR;
+        (errno != EEXIST || fstatat(dir, name, &st, 0) < 0 || !S_ISDIR(st.st_mode)))
         failed(e);
-    }
     size_t n = strlen(e->name) + 1;
     struct pending *p = map_alloc(sizeof *p + n);
     if (!p)

@@ -180,9 +180,7 @@ class ProxiedCall:
     def _fail(self, error: dict[str, object]) -> None:
         state = self._sandbox.state
         if error.get("code") == Unavailable.code and state != "running":
-            error = to_wire(
-                WrongState(f"sandbox is {state}: {self._sandbox.reason}", state=state)
-            )
+            error = to_wire(WrongState(f"sandbox is {state}: {self._sandbox.reason}", state=state))
         connection = self._finish()
         if connection is not None:
             self._manager.registry.errors.add(str(error.get("code")))

@@ -47,6 +47,7 @@ from libdsec.model import Feature
 logger = logging.getLogger("dsecd.container")
 CONNECT_TIMEOUT_S = 10.0
 DESTROY_TIMEOUT_MS = 10_000
+WATCH_AFTER_S = 1.0
 
 
 class Held(msgspec.Struct, kw_only=True):
@@ -59,7 +60,6 @@ class Held(msgspec.Struct, kw_only=True):
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
-    start_ticks: int = 0
     upper_bytes: int = 0
 
 
@@ -69,6 +69,7 @@ class Holding:
     __slots__ = (
         "attachment", "cgroup", "channel", "cpus", "layers", "netns", "pid", "pidfd", "range",
         "sandbox", "slot", "upper", "upper_bytes", "watch",
+        "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -86,6 +87,7 @@ class Holding:
         self.pidfd = -1
         self.channel: AgentChannel | None = None
         self.watch: OomWatch | None = None
+        self.watch_timer: asyncio.TimerHandle | None = None
 
     def handle(self) -> Handle:
         assert self.range is not None
@@ -97,7 +99,6 @@ class Holding:
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,
-            start_ticks=processes.start_ticks(self.pid) if self.pid else 0,
             upper_bytes=self.upper_bytes,
         )
         return Handle(
@@ -170,10 +171,8 @@ class ContainerBackend:
         holding.cgroup = host.driver.make(holding.sandbox, holding.range.owner_uid)
         spawned = await self._spawn(holding, spec)
         holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
-        holding.watch = host.driver.watch_oom(
-            holding.cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
-        )
         await self._connect(holding)
+        self._listen_later(holding)
         return self._instance(holding, spec, spawned.micros)
 
     async def _spawn(self, holding: Holding, spec: Spec) -> Spawned:
@@ -214,7 +213,7 @@ class ContainerBackend:
             upper=holding.upper,
             attachment=holding.attachment,
             cpus=holding.cpus,
-            cpu_binds=host.tree.cpu_binds(spec.cpu_cores) if holding.cpus else (),
+            cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
         )
 
     async def _connect(self, holding: Holding) -> None:
@@ -259,6 +258,30 @@ class ContainerBackend:
             reason += " after running out of memory"
         self._listener.died(holding.sandbox, Death(reason))
 
+    def _listen_later(self, holding: Holding) -> None:
+        """Arm the OOM watch, but not for sandboxes that live for one short command.
+
+        Arming costs as much as the rest of the bookkeeping; until then, and for every command that
+        ends badly, the counter itself is read.
+        """
+        loop = asyncio.get_running_loop()
+        holding.watch_timer = loop.call_later(WATCH_AFTER_S, self._listen, holding)
+
+    def _listen(self, holding: Holding) -> None:
+        holding.watch_timer = None
+        if holding.cgroup is None:
+            return
+        try:
+            holding.watch = self._host.driver.watch_oom(
+                holding.cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
+            )
+        except DSecError as error:
+            logger.warning("no OOM events of %s: %s", holding.sandbox, error.message)
+            return
+        kills = self._count_oom(holding)
+        if kills:
+            self._heard_oom(holding, kills)
+
     def _heard_oom(self, holding: Holding, kills: int) -> None:
         if self._listener is not None:
             self._listener.oom(holding.sandbox, kills)
@@ -270,6 +293,9 @@ class ContainerBackend:
 
     def _deafen(self, holding: Holding) -> None:
         """Stop listening to a container, without touching it."""
+        if holding.watch_timer is not None:
+            holding.watch_timer.cancel()
+            holding.watch_timer = None
         watch, holding.watch = holding.watch, None
         if watch is not None:
             watch.close()
@@ -339,18 +365,29 @@ class ContainerBackend:
         """Return what is left of a container that this daemon did not make."""
         held, holding = _decode(handle), Holding(handle.sandbox)
         holding.upper = held.upper
-        if held.pid:
-            holding.pidfd = processes.open_pidfd(held.pid, held.start_ticks)
+        holding.pidfd = self._open_init(handle.sandbox, held.pid)
         with contextlib.suppress(DSecError):
             holding.range = self._host.ranges.reserve(held.range_index)
         return holding
+
+    def _open_init(self, sandbox: str, pid: int) -> int:
+        """Return a pidfd of a sandbox's init, -1 when it is dead.
+
+        Its pid in its sandbox's cgroup is proof: when an init dies, the kernel kills its PID
+        namespace, and nobody is left there who could come to have the same pid.
+        """
+        driver = self._host.driver
+        cgroup = driver.find(sandbox)
+        if not pid or cgroup is None:
+            return -1
+        return processes.open_pidfd(pid, lambda: pid in driver.pids(cgroup))
 
     # --- after a restart ------------------------------------------------------------------------
 
     async def recover(self, handle: Handle) -> Instance | None:
         held, host = _decode(handle), self._host
         cgroup = host.driver.find(handle.sandbox)
-        pidfd = processes.open_pidfd(held.pid, held.start_ticks) if held.pid else -1
+        pidfd = self._open_init(handle.sandbox, held.pid)
         if cgroup is None or pidfd < 0:
             if pidfd >= 0:
                 os.close(pidfd)
@@ -369,9 +406,7 @@ class ContainerBackend:
         if held.slot and host.driver.slots is not None:
             holding.slot = host.driver.slots.adopt(held.slot)
         await self._connect(holding)
-        holding.watch = host.driver.watch_oom(
-            cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
-        )
+        self._listen_later(holding)
         return self._instance(holding, None, {})
 
     async def sweep(self, known: Collection[str]) -> Iterable[str]:

@@ -17,7 +17,7 @@ from dsecd.host import cgroup, probe, spawner, tree
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
-from dsecd.host.plan import DestroyPlan
+from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
 from dsecd.host.upper import Uppers
@@ -71,6 +71,7 @@ class ContainerHost:
         self.layers = ContainerLayers(self.store, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.disk_uppers = False
+        self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
 
@@ -136,6 +137,13 @@ class ContainerHost:
     def cgroup_path(self, sandbox: str) -> str:
         """Return the v2 directory of a sandbox, whether it is there or not."""
         return f"{self.driver.tree.parent}/{sandbox}"
+
+    def cpu_binds(self, cpu_cores: float) -> tuple[Bind, ...]:
+        """Return what shows as many CPUs as the limit gives; looked up once per count."""
+        count = self.tree.cpu_count(cpu_cores)
+        if count not in self._cpu_binds:
+            self._cpu_binds[count] = self.tree.cpu_binds(cpu_cores)
+        return self._cpu_binds[count]
 
     def start_pools(self) -> None:
         """Fill the pools: recovery is done, what they take is nobody's."""

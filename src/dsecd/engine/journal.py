@@ -27,6 +27,8 @@ from libdsec.model import DSecContainerRunArgs
 
 SCHEMA_VERSION = 1
 CHECKPOINT_BYTES = 4 << 20  # of WAL, before it is moved into the database
+GROUP_S = 0.001  # between commits under load
+POST_S = 0.02  # how long a row that nobody waits for may stay in memory
 RESTART_BYTES = 64 << 20  # of WAL, before writers are held up to start it afresh
 RowState = Literal["intent", "running", "ending", "ended"]
 _UPSERT = (
@@ -63,7 +65,8 @@ class Journal:
         self._encoder = msgspec.msgpack.Encoder()
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
         self._waiting: list[asyncio.Future[None]] = []
-        self._scheduled = False
+        self._flush_at: asyncio.TimerHandle | None = None
+        self._last_commit = 0.0
         self._checkpoint: threading.Thread | None = None
         self.commits = 0
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -99,27 +102,40 @@ class Journal:
     def write(self, row: Row) -> asyncio.Future[None]:
         """Enqueue `row`; the future is done when it is committed."""
         self._enqueue(_UPSERT, (row.id, row.key, row.state, self._encoder.encode(row)))
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._schedule(max(loop.time(), self._last_commit + GROUP_S))
+        future: asyncio.Future[None] = loop.create_future()
         self._waiting.append(future)
         return future
 
     def post(self, row: Row) -> None:
         """Enqueue `row` when nobody needs to wait for it."""
         self._enqueue(_UPSERT, (row.id, row.key, row.state, self._encoder.encode(row)))
+        self._schedule(asyncio.get_running_loop().time() + POST_S)
 
     def drop(self, sandbox: str) -> None:
         """Enqueue the removal of a row."""
         self._enqueue("DELETE FROM sandboxes WHERE id = ?", (sandbox,))
+        self._schedule(asyncio.get_running_loop().time() + POST_S)
 
     def _enqueue(self, statement: str, values: tuple[Any, ...]) -> None:
         self._pending.append((statement, values))
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self.flush)
+
+    def _schedule(self, when: float) -> None:
+        """Commit at loop time `when`, or earlier if that was arranged before."""
+        if self._flush_at is not None:
+            if self._flush_at.when() <= when:
+                return
+            self._flush_at.cancel()
+        self._flush_at = asyncio.get_running_loop().call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._flush_at = None
+        self.flush()
+        self._last_commit = asyncio.get_running_loop().time()
 
     def flush(self) -> None:
         """Commit all that is enqueued, as one transaction."""
-        self._scheduled = False
         pending, self._pending = self._pending, []
         waiting, self._waiting = self._waiting, []
         if not pending:
@@ -160,6 +176,9 @@ class Journal:
 
     def close(self) -> None:
         """Commit and close."""
+        if self._flush_at is not None:
+            self._flush_at.cancel()
+            self._flush_at = None
         self.flush()
         if self._checkpoint is not None:
             self._checkpoint.join()

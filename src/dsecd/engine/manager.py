@@ -195,9 +195,7 @@ class Manager:
             sandbox.reason = f"create failed: {error.message}"
             sandbox.move("fail")
             self.registry.stops.add("create_failed")
-        if not sandbox.ready.done():
-            sandbox.ready.set_exception(error)
-            sandbox.ready.exception()  # nobody may be waiting
+        sandbox.error = error  # answered once what it left is gone
         log.event(logger, logging.WARNING, "create failed", code=error.code, why=error.message)
 
     def start_clocks(self, sandbox: Sandbox, born: float) -> None:
@@ -363,6 +361,7 @@ class Manager:
                 break
             except Exception as error:
                 log.event(logger, logging.ERROR, "destroy failed, will retry", why=repr(error))
+                sandbox.answer_failure()
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, longest)
         self._step("destroyed")
@@ -373,6 +372,7 @@ class Manager:
         self._bury(sandbox, had_row=handle is not None)
 
     def _bury(self, sandbox: Sandbox, had_row: bool) -> None:
+        sandbox.answer_failure()
         self._timer.forget(sandbox.id)
         if self.live.pop(sandbox.id, None) is not None:
             self.admission.give_back(sandbox.spec)

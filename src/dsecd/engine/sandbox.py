@@ -11,6 +11,7 @@ from dsecd.backends.abc import Channel, Handle
 from dsecd.engine.journal import Row, RowState
 from dsecd.engine.lifecycle import FINAL, Action, after
 from dsecd.model import Spec
+from libdsec.errors import DSecError
 from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
 
 COMMANDS_NOTED = 4096  # per sandbox
@@ -21,7 +22,8 @@ class Sandbox:
 
     __slots__ = (
         "address", "address6", "args", "backend", "calls", "channel", "claim_deadline", "claims",
-        "commands", "created_at", "ended_at", "gone", "handle", "id", "idle_s", "idle_since", "key",
+        "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
+        "idle_since", "key",
         "lifetime_end", "node", "notes", "oom_kills", "owner", "ready", "reason", "spec", "started",
         "state", "task", "waiters",
     )  # fmt: skip
@@ -53,6 +55,7 @@ class Sandbox:
         self.commands: dict[str, int] = {}  # cid → OOM kills before it began
         self.ready: asyncio.Future[None] = loop.create_future()  # running, or the create's error
         self.gone: asyncio.Future[None] = loop.create_future()  # all resources are given back
+        self.error: DSecError | None = None  # of its create
         self.task: asyncio.Task[None] | None = None  # building or freeing
 
     def move(self, action: Action) -> None:
@@ -77,6 +80,12 @@ class Sandbox:
     def oom_before(self, cid: str) -> int:
         """Return the number of OOM kills before the command; 0 when that is no longer known."""
         return self.commands.get(cid, 0)
+
+    def answer_failure(self) -> None:
+        """Tell those who wait for the create that it failed, if it did."""
+        if self.error is not None and not self.ready.done():
+            self.ready.set_exception(self.error)
+            self.ready.exception()  # nobody may be waiting
 
     def deadline(self) -> tuple[float, str] | None:
         """Return when the sandbox has to end and why, as things stand now."""

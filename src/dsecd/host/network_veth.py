@@ -46,6 +46,7 @@ IFF_UP, IFF_NOARP = 0x1, 0x80
 NUD_PERMANENT = 0x80
 SIOCETHTOOL, ETHTOOL_GLINK = 0x8946, 0xA
 RT_TABLE_MAIN, RTPROT_STATIC, RTN_UNICAST, RTNH_F_ONLINK = 254, 4, 1, 4
+RT_TABLE_LOCAL, RTN_LOCAL = 255, 2
 RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
 RTA_DST, RTA_OIF, RTA_GATEWAY = 1, 4, 5
 IFA_ADDRESS, IFA_LOCAL, IFA_F_NODAD = 1, 2, 0x02
@@ -152,6 +153,13 @@ def inside_end(link: Link) -> list[Message]:
         payload += attr(IFA_ADDRESS, address.packed) + attr(IFA_LOCAL, address.packed)
         flags = NLM_F_CREATE | NLM_F_EXCL
         messages.append(Message(RTM_NEWADDR, flags, payload, f"address {address} inside"))
+        if family == AF_INET6:
+            # the kernel's own comes with that work item; until then answers are not for us
+            payload = _ROUTE.pack(
+                family, bits, 0, 0, RT_TABLE_LOCAL, RTPROT_STATIC, 0, RTN_LOCAL, 0
+            )
+            payload += attr(RTA_DST, address.packed) + attr_u32(RTA_OIF, INSIDE_INDEX)
+            messages.append(Message(RTM_NEWROUTE, NLM_F_CREATE, payload, "local route inside"))
         gateway = GATEWAY if family == AF_INET else GATEWAY6
         messages.append(_neighbour(INSIDE_INDEX, gateway, link.mac_host))
         payload = _route(family, 0, RT_SCOPE_UNIVERSE, RTNH_F_ONLINK)

@@ -34,7 +34,7 @@ class FileWrite(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Bind(msgspec.Struct, array_like=True, frozen=True):
-    """Bind the host object `source` at `target` (inside the root); the mount is read-only if asked."""
+    """Bind the host's `source` at `target` inside the root; the mount is read-only if asked."""
 
     source: str
     target: str
@@ -44,8 +44,8 @@ class Bind(msgspec.Struct, array_like=True, frozen=True):
 class NewFile(msgspec.Struct, array_like=True, frozen=True):
     """A generated file, put into the upper layer: root inside owns it and may change it.
 
-    `target` is a path inside the root without a leading slash (``etc/hosts``); directories on the way
-    become root's, mode 0755. Cheaper than a `Bind`: it needs no mount.
+    `target` is a path inside the root without a leading slash (``etc/hosts``); directories on the
+    way become root's, mode 0755. Cheaper than a `Bind`: it needs no mount.
     """
 
     target: str
@@ -86,8 +86,8 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
 class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The end of one container, in any state of being made or unmade; what is gone already is fine.
 
-    The pidfd of its PID 1 travels beside it when it is known. Everything in `cgroup` is killed; when no
-    process is left the group with its children and the directories are removed.
+    The pidfd of its PID 1 travels beside it when it is known. Everything in `cgroup` is killed;
+    when no process is left the group with its children and the directories are removed.
     """
 
     sandbox: str

@@ -5,29 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from pathlib import Path
+from collections.abc import Callable
 
 
-def start_ticks(pid: int) -> int:
-    """Return when `pid` began, in clock ticks since boot; 0 when there is no such process.
-
-    Field 22 of /proc/PID/stat (proc(5)), counted after the command name, which may hold anything.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
-
-
-def open_pidfd(pid: int, ticks: int) -> int:
-    """Return a pidfd of the process that had `pid` at `ticks`, -1 when it is gone."""
+def open_pidfd(pid: int, expected: Callable[[], bool]) -> int:
+    """Return a pidfd of `pid`, -1 when it is gone or is not the `expected` process any more."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return -1
-    # opened first, compared then: the pid cannot pass to another process in between unseen
-    if start_ticks(pid) == ticks and not exited(fd):
+    # opened first, looked at then: the pid cannot pass to another process in between unseen
+    if expected() and not exited(fd):
         return fd
     os.close(fd)
     return -1

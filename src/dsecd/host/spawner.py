@@ -174,7 +174,7 @@ class _Worker:
                 return
             await asyncio.sleep(0.005)
         self._process.kill()
-        while not self.reaped():
+        while not self.reaped():  # noqa: ASYNC110  (no event tells: no thread, no child watcher)
             await asyncio.sleep(0.005)
 
 
@@ -381,9 +381,9 @@ class SpawnerPool:
         """Make the container of `plan`; `fds` as `ContainerPlan` says, they stay the caller's.
 
         `slot` comes from `reserve`; any other slot works too, at the price of entering it now. On
-        success it belongs to the container, in every other case to the pool again. Raises `Exhausted`
-        or `Internal` naming the step that failed, with nothing left behind. A cancelled call is
-        finished and undone.
+        success it belongs to the container, in every other case to the pool again. Raises
+        `Exhausted` or `Internal` naming the step that failed, with nothing left behind. A cancelled
+        call is finished and undone.
         """
         worker = self._taken.pop(id(slot), None) if slot is not None else None
         if worker is None:
