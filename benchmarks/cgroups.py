@@ -31,6 +31,11 @@ def hierarchies() -> list[Path]:
     return found
 
 
+def is_v2(root: Path) -> bool:
+    """Return whether the hierarchy mounted at `root` is the v2 one (cgroups(7))."""
+    return (root / "cgroup.controllers").exists()
+
+
 def make(name: str) -> list[Path]:
     """Make the group `name` (may be nested) in every hierarchy and return the directories."""
     made = []

@@ -63,13 +63,17 @@ def rate(operations: Sequence[Operation]) -> float:
 
 @dataclass(slots=True)
 class Round:
-    """One contender's turn: `rate` per second, latencies in ms of the successes, failures."""
+    """One contender's turn: `rate` per second, latencies in ms of the successes, failures.
+
+    `done` counts the successes where fewer latencies than that are known.
+    """
 
     rate: float
     latencies_ms: list[float] = field(default_factory=list)
     failures: int = 0
     error: str = ""
     steps_ms: dict[str, list[float]] = field(default_factory=dict)
+    done: int | None = None
 
     @classmethod
     def of(
@@ -113,7 +117,7 @@ class Summary:
         return cls(
             rate=statistics.median(rates),
             rates=rates,
-            operations=len(latencies),
+            operations=sum(len(r.latencies_ms) if r.done is None else r.done for r in rounds),
             failures=failures,
             p50_ms=percentile(latencies, 0.50),
             p95_ms=percentile(latencies, 0.95),

@@ -1,10 +1,62 @@
-"""The bare C loop with a sandbox's isolation, which no daemon can beat on this machine."""
+"""The bare C loop with a sandbox's isolation, which no daemon can beat on this machine.
+
+`dsec-floor` (floor.c) is built with the daemon's native programs, since it shares the spawner's
+sources. It gets the daemon's own seccomp filter and masks, and keeps its directories where the
+bench's daemons keep theirs. It runs a fixed count, chosen from its last rate to fill the round.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from dsec_bench import cgroups, leftovers
 from dsec_bench.create.image import Root
+from dsec_bench.create.sdk import COMMAND, STEPS
 from dsec_bench.stats import Round
-from dsec_bench.toolchain import ToolchainError
+
+import dsecd
+from dsecd.policy import masks, seccomp
+
+BINARY = Path(dsecd.__file__).parent / "bin" / "dsec-floor"
+FIRST_COUNT = 20  # per worker, before any rate is known
+
+
+class FloorError(Exception):
+    """The loop cannot run here, or failed; the message says how."""
+
+
+def command(folder: Path, group: Path, image: Path) -> list[str]:
+    """Return the arguments that do not change between rounds."""
+    argv = [str(BINARY), "-i", str(image), "-d", str(folder / "loop"), "-g", str(group / "loop")]
+    argv += ["-x", COMMAND[0], "-s", str(folder / "filter")]
+    for mask in masks.for_host().masked:
+        argv += ["-m", mask]
+    return argv
+
+
+def as_round(answer: dict[str, Any]) -> Round:
+    """Return what `dsec-floor` printed as a round.
+
+    It tells medians only: the latency is the sum of the medians of the three steps.
+    """
+    micros = dict(answer["p50_us"])
+    own = {"command": "first command"}
+    steps = {own.get(name, name): micros.pop(name) for name in ("create", "command", "destroy")}
+    assert tuple(steps) == STEPS
+    inner = {f"create: {name}": us for name, us in micros.items()}
+    return Round(
+        rate=answer["per_second"],
+        latencies_ms=[sum(steps.values()) / 1e3],
+        steps_ms={name: [us / 1e3] for name, us in {**steps, **inner}.items()},
+        done=answer["operations"],
+    )
 
 
 class Floor:
@@ -13,12 +65,54 @@ class Floor:
     name = "bare C loop"
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        self._image = root.path
+        self._group = f"{cgroups.own_group()}/floor"
+        self._folder = leftovers.RUN / cgroups.own_group()
+        self._argv: list[str] = []
+        self._per_worker = 0.0  # operations per second
+        self._process: subprocess.Popen[str] | None = None
 
     def open(self) -> None:
-        raise ToolchainError("floor.c is missing")
+        """Make directories, the filter, and the cgroup. Raises FloorError with the reason."""
+        if not BINARY.exists():
+            raise FloorError(f"{BINARY} is not built: run `python setup.py build_native --inplace`")
+        if self._image.is_dir():
+            raise FloorError("it needs an EROFS image: give one with --rootfs")
+        v2 = next((path for path in cgroups.hierarchies() if cgroups.is_v2(path)), None)
+        if v2 is None:
+            raise FloorError("no cgroup v2 tree on this host")
+        cgroups.make(self._group)
+        self._folder.mkdir(mode=0o711)
+        (self._folder / "filter").write_bytes(seccomp.default_filter())
+        self._argv = command(self._folder, v2 / self._group, self._image)
 
     def round(self, concurrency: int, seconds: float) -> Round:
-        raise ToolchainError("floor.c is missing")
+        """Create → `true` → destroy in `concurrency` processes, for about `seconds`."""
+        count = max(FIRST_COUNT, round(self._per_worker * seconds))
+        argv = [*self._argv, "-n", str(concurrency), "-c", str(count)]
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # so that `close` reaches all of its workers
+        )
+        output, errors = self._process.communicate()
+        if self._process.returncode != 0:
+            return Round(0.0, [], 1, errors.strip()[-300:])
+        result = as_round(json.loads(output))
+        self._per_worker = result.rate / concurrency
+        return result
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Kill what an interruption left running, and remove everything."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+        cgroups.kill(self._group)
+        cgroups.remove(self._group)
+        leftovers.unmount_below(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from dsec_bench.bench import Context
 from dsec_bench.cgroups import CgroupError
 from dsec_bench.create import burst, growth, live
 from dsec_bench.create.daemon import Daemon, DaemonError
-from dsec_bench.create.floor import Floor
+from dsec_bench.create.floor import Floor, FloorError
 from dsec_bench.create.image import ImageError, Root, chosen_root, place, root_of
 from dsec_bench.create.native import Native
 from dsec_bench.create.sdk import Sdk, Wrong
@@ -34,8 +34,8 @@ BURSTS = (100, 500, 2000)
 LIVE = (0, 1000, 2000, 3000)
 READOPT = 500
 EXPECTED = (
-    CgroupError, DSecError, DaemonError, ImageError, RootfsError, StageError, ToolchainError, Wrong,
-    ExceptionGroup, OSError, ValueError,
+    CgroupError, DSecError, DaemonError, FloorError, ImageError, RootfsError, StageError, ToolchainError,
+    Wrong, ExceptionGroup, OSError, ValueError,
 )  # fmt: skip
 
 # ratio → (whose rate, over whose)

@@ -1,9 +1,10 @@
 """The contract of `_core.pyi` in Python, through cffi in ABI mode.
 
 Written to be read beside the C: the same calls in the same order. It needs no compiler, so it
-serves hosts without the extension and shows what the C does. The one difference: a child cannot share this
-process's memory from Python, so what needs another process's namespaces runs in a thread of its
-own with unshared state (namespaces are a property of the thread), and `make_userns` forks.
+serves hosts without the extension and shows what the C does. The one difference: a child cannot
+share this process's memory from Python, so what needs another process's namespaces runs in a
+thread of its own with unshared state (namespaces are a property of the thread), and `make_userns`
+forks.
 """
 
 from __future__ import annotations

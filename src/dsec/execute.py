@@ -25,6 +25,13 @@ _QUIET_S = 0.3  # `logs` without --follow ends when a running command is silent 
 passing_arguments = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
+def command_words(
+    _context: click.Context, _parameter: click.Parameter, words: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Drop the ``--`` that may stand between our arguments and the command."""
+    return words[1:] if words[:1] == ("--",) else words
+
+
 def exit_code(result: CommandResult) -> int:
     """Return what a shell would: the exit code, 128 + signal, 124 for a timeout."""
     if result.timed_out:
@@ -151,7 +158,10 @@ def result_json(result: CommandResult) -> dict[str, object]:
 
 @click.command("exec", context_settings=passing_arguments)
 @click.argument("sandbox_id", metavar="SANDBOX", shell_complete=completion.sandboxes)
-@click.argument("argv", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED)
+@click.argument(
+    "argv", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED,
+    callback=command_words,
+)  # fmt: skip
 @click.option("-i", "--interactive", is_flag=True, help="Pass our stdin to the command.")
 @click.option("-t", "--tty", is_flag=True, help="Give it a terminal (passes stdin, too).")
 @click.option("-e", "--env", multiple=True, metavar="NAME=VALUE")

@@ -39,7 +39,10 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(context_settings=execute.passing_arguments)
 @click.argument("image", shell_complete=completion.layers)
-@click.argument("argv", nargs=-1, metavar="[COMMAND...]", type=click.UNPROCESSED)
+@click.argument(
+    "argv", nargs=-1, metavar="[COMMAND...]", type=click.UNPROCESSED,
+    callback=execute.command_words,
+)  # fmt: skip
 @click.option("--rm", is_flag=True, help="Stop the sandbox when COMMAND has ended.")
 @click.option("-i", "--interactive", is_flag=True, help="Pass our stdin to COMMAND.")
 @click.option("-t", "--tty", is_flag=True, help="Give COMMAND (default: a shell) a terminal.")

@@ -87,7 +87,7 @@ def configure(config: Log, stream: TextIO = sys.stderr) -> None:
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
     # two records a sandbox are a visible part of its cost: leave out what no formatter here prints
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # type: ignore[attr-defined]  # documented: no walk up the stack
+    logging._srcfile = None  # documented: no walk up the stack
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.level.upper())

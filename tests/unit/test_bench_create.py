@@ -10,11 +10,13 @@ from dsec_bench import main as command_line
 from dsec_bench.bench import Context, Options
 from dsec_bench.create import CREATE, parts
 from dsec_bench.create.daemon import UID_RANGES, configuration
+from dsec_bench.create.floor import as_round
 from dsec_bench.create.growth import Level, idle_mib
 from dsec_bench.create.image import Root, place
 from dsec_bench.create.memory import used_bytes
 from dsec_bench.progress import Steps
 from dsec_bench.report import Report
+from dsec_bench.stats import Summary
 
 from dsecd import config
 from dsecd.images.store import LayerStore
@@ -94,3 +96,17 @@ def test_a_missing_figure_is_exit_code_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(command_line.main, argv)
     assert result.exit_code == 1
     assert '"figures": {}' in file.read_text()
+
+
+def test_the_bare_loop_gives_medians_and_a_count() -> None:
+    answer = {
+        "operations": 80,
+        "per_second": 1000.0,
+        "p50_us": {"clone": 90.0, "create": 500.0, "command": 200.0, "destroy": 300.0},
+    }
+    result = as_round(answer)
+    assert result.rate == 1000
+    assert result.latencies_ms == [1.0]
+    assert result.steps_ms["first command"] == [0.2]
+    assert result.steps_ms["create: clone"] == [0.09]
+    assert Summary.of([result, result]).operations == 160

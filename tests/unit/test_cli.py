@@ -69,9 +69,14 @@ def test_run_ps_exec_stop(server, dsec):
     (row,) = json.loads(dsec("ps", "--json").stdout)
     assert (row["id"], row["labels"], row["state"]) == (name, {"job": "a"}, "running")
     assert dsec("exec", name, "echo", "-n", "--json").stdout == "--json"
+    assert dsec("exec", name, "--", "echo", "-n", "--", "x").stdout == "-- x"
     assert dsec("stop", name).stdout.split() == [name]
     assert dsec("ps", "-q").stdout == ""
     assert dsec("ps", "-aq").stdout.split() == [name]
+
+
+def test_run_takes_a_command_after_two_dashes(server, dsec):
+    assert dsec("run", "--rm", "base/debian:12", "--", "echo", "hi").stdout == "hi\n"
 
 
 def test_exit_codes(server, dsec):

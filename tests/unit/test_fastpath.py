@@ -99,6 +99,7 @@ def test_core_scheduling_is_there_or_is_refused_with_a_reason() -> None:
     finally:
         child.kill()
         child.wait()
+    assert reason in ("", "the kernel has no CONFIG_SCHED_CORE", "the processor has no SMT")
 
 
 def test_cookie_calls_reach_the_kernel(layer: Any) -> None:

@@ -56,7 +56,8 @@ struct mp_reader {
 
 static inline struct mp_reader mp_reader_of(const void *data, size_t n)
 {
-    return (struct mp_reader){ .p = data, .end = (const uint8_t *)data + n };
+    const uint8_t *p = data;
+    return (struct mp_reader){ .p = p, .end = n ? p + n : p }; /* NULL + 0 is undefined in C */
 }
 
 /* True when everything was read and nothing was wrong. */
