@@ -85,6 +85,14 @@ class WireClient:
             await client.call("hello", model.Hello(protocol=wire.PROTOCOL), kind=model.Welcome)
         return client
 
+    @classmethod
+    def over(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> WireClient:
+        """Return a client on a connection that is there; it says no hello."""
+        client = cls()
+        client.reader, client.writer = reader, writer
+        client.task = asyncio.ensure_future(client._read())
+        return client
+
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     task: asyncio.Task[None]

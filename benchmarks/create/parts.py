@@ -34,8 +34,8 @@ BURSTS = (100, 500, 2000)
 LIVE = (0, 1000, 2000, 3000)
 READOPT = 500
 EXPECTED = (
-    CgroupError, DSecError, DaemonError, FloorError, ImageError, RootfsError, StageError, ToolchainError,
-    Wrong, ExceptionGroup, OSError, ValueError,
+    CgroupError, DSecError, DaemonError, FloorError, ImageError, RootfsError, StageError,
+    ToolchainError, Wrong, ExceptionGroup, OSError, ValueError,
 )  # fmt: skip
 
 # ratio → (whose rate, over whose)

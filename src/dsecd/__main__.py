@@ -25,6 +25,7 @@ from dsecd import config as configuration
 from dsecd.backends.abc import Backend
 from dsecd.config import Config
 from dsecd.engine.manager import Step, no_step
+from dsecd.host import probe
 from dsecd.host.vitals import Vitals, raise_open_files
 from dsecd.service import Service
 from libdsec.errors import DSecError, InvalidArgument
@@ -79,13 +80,13 @@ def make_backend(config: Config) -> Backend:
 
 
 def _check(config: Config) -> int:
-    missing = 0
-    for feature in make_backend(config).features():
-        state = "yes" if feature.available else "NO "
-        missing += not feature.available
-        reason = f"  {feature.reason}" if feature.reason else ""
-        sys.stdout.write(f"{state} {feature.name:28} {feature.needed_for}{reason}\n")
-    return 0 if missing == 0 else 1
+    """Print what this host offers; 1 when something is missing without which nothing runs."""
+    required = {row.name for row in probe.missing()} if config.backend == "container" else set()
+    for row in make_backend(config).features():
+        state = "ok" if row.available else "MISSING" if row.name in required else "no"
+        remark = f" ({row.reason})" if row.reason else ""
+        sys.stdout.write(f"{state:8}{row.name:22}{row.needed_for}{remark}\n")
+    return 1 if required else 0
 
 
 def run(config: Config, keep: bool, step: Step = no_step) -> int:

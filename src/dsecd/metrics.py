@@ -73,6 +73,7 @@ class Registry:
         self.stops = Counter("dsec_ended_total", "Sandboxes that ended, by cause.", "cause")
         self.oom = Counter("dsec_oom_kills_total", "Processes killed by a sandbox's memory limit.")
         self.calls = Counter("dsec_calls_total", "Calls received, by operation.", "op")
+        self.commands = Counter("dsec_commands_total", "Commands started in sandboxes.")
         self.errors = Counter("dsec_call_errors_total", "Calls that failed, by code.", "code")
         self.events_dropped = Counter(
             "dsec_events_dropped_total", "Events not delivered to slow subscribers."

@@ -18,7 +18,7 @@ async def test_create_run_stop(subject: Subject) -> None:
     result = await subject.client.run(info.id, "echo", "hello", "world")
     assert (result.exit_code, result.stdout, result.stderr) == (0, b"hello world\n", b"")
     assert result.signal is None
-    assert not (result.timed_out or result.oom_killed or result.output_truncated)
+    assert not any((result.timed_out, result.oom_killed, result.output_truncated))
     assert result.stdout_total == 12
     assert (await subject.client.stop(info.id)).state == "stopped"
 

@@ -65,7 +65,8 @@ def test_neither_codec_nor_frames_can_be_broken(tmp_path: Path) -> None:
     target = tmp_path / "fuzz_init"
     subprocess.run(
         [clang, "-std=c11", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
-         "-fno-sanitize-recover=undefined", "-Wl,--wrap=child_fork", str(ROOT / "tests/fuzz/fuzz_init.c"),
+         "-fno-sanitize-recover=undefined", "-Wl,--wrap=child_fork",
+         str(ROOT / "tests/fuzz/fuzz_init.c"),
          *(str(source) for source in sources if source.name != "main.c"), "-o", str(target)],
         check=True,
     )  # fmt: skip

@@ -106,16 +106,8 @@ class Daemon:
 
     async def start(self, crash_at: str = "", keep: bool = False) -> None:
         """Start dsecd and wait until it answers. `crash_at`: kill -9 itself at that step."""
-        program = ["-m", "dsecd"]
-        if crash_at:
-            program = [str(_REPOSITORY / "tests/system/crashing_dsecd.py"), crash_at]
-        arguments = [sys.executable, *program, "--config", str(self.config_file)]
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*arguments, *(["--keep"] if keep else [])],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_REPOSITORY,
-                start_new_session=True,
-            )  # fmt: skip
+        self._launch(crash_at, keep)
+        assert self.process is not None
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(OSError, Unavailable):
@@ -126,6 +118,18 @@ class Daemon:
                 raise AssertionError(f"dsecd ended at start:\n{self.log()}")
             assert time.monotonic() < deadline, f"dsecd does not answer:\n{self.log()}"
             await asyncio.sleep(0.005)
+
+    def _launch(self, crash_at: str, keep: bool) -> None:
+        program = ["-m", "dsecd"]
+        if crash_at:
+            program = [str(_REPOSITORY / "tests/system/crashing_dsecd.py"), crash_at]
+        arguments = [sys.executable, *program, "--config", str(self.config_file)]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*arguments, *(["--keep"] if keep else [])],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_REPOSITORY,
+                start_new_session=True,
+            )  # fmt: skip
 
     async def import_base(self) -> None:
         """Make the base layer, once per prefix."""
@@ -180,7 +184,7 @@ class Daemon:
 
     def open_files(self) -> int:
         assert self.process is not None
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def cgroups(self) -> list[str]:
         """Sandbox directories in the v2 tree."""

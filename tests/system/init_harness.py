@@ -106,7 +106,9 @@ class InitClient:
                 self.frames[frame.id].append(frame)
         return self.frames[call].popleft()
 
-    def finish(self, call: int, *, grant: bool = True, timeout_s: float = 30) -> tuple[Any, list[Any]]:
+    def finish(
+        self, call: int, *, grant: bool = True, timeout_s: float = 30
+    ) -> tuple[Any, list[Any]]:
         """Return the result and the items of `call`; raises the error it failed with."""
         items: list[Any] = []
         while True:
@@ -201,8 +203,8 @@ class Init:
             if cgroup:
                 (self.cgroup / "cgroup.procs").write_text("0")
 
-        command = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child", sys.executable,
-                   "-c", _LAUNCHER, BINARY, "owned" if owned else "plain", str(UID_BASE)]  # fmt: skip
+        command = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child",
+                   sys.executable,                   "-c", _LAUNCHER, BINARY, "owned" if owned else "plain", str(UID_BASE)]  # fmt: skip
         process = subprocess.Popen(command, preexec_fn=place, close_fds=False)
         for fd in wanted[1:]:
             os.close(fd)

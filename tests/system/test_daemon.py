@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,12 @@ from libdsec.errors import NotFound, WrongState
 from tests.system.daemon import IMAGE, daemon, until
 
 pytestmark = pytest.mark.root
+
+
+def dsecd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run dsecd to its end."""
+    command = [sys.executable, "-m", "dsecd", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
 
 
 async def test_create_run_stop() -> None:
@@ -82,10 +89,7 @@ async def test_a_stop_that_keeps_sandboxes(how: str) -> None:
 
 async def test_a_second_daemon_on_the_same_directories_is_refused() -> None:
     async with daemon() as d:
-        done = subprocess.run(
-            [sys.executable, "-m", "dsecd", "--config", str(d.config_file)],
-            capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
+        done = dsecd("--config", str(d.config_file))
         assert done.returncode == 1
         assert f"another dsecd (pid {d.process.pid}) uses the state directory" in done.stderr
         assert (await (await d.client()).call("host.stats", {}, kind=model.HostStats)).node == "t0"
@@ -95,10 +99,7 @@ async def test_a_wrong_configuration_is_refused_with_a_hint() -> None:
     async with daemon() as d:
         file = d.root / "wrong.toml"
         file.write_text("[limits]\nsandboxen = 3\n")
-        done = subprocess.run(
-            [sys.executable, "-m", "dsecd", "--config", str(file)],
-            capture_output=True, text=True, timeout=20, check=False,
-        )  # fmt: skip
+        done = dsecd("--config", str(file))
         assert done.returncode == 2
         assert "did you mean limits.sandboxes" in done.stderr
 
@@ -130,7 +131,7 @@ async def test_a_death_is_noticed_at_once() -> None:
         await client.run(info.id, "true")
         # its first process is dsec-init, as the host sees it
         init = min(d.pids_of(info.id))
-        subprocess.run(["kill", "-9", str(init)], check=True)
+        os.kill(init, signal.SIGKILL)
         with pytest.raises((WrongState, Exception)) as caught:
             await call.answer(timeout_s=2)
         assert not isinstance(caught.value, TimeoutError)

@@ -12,13 +12,21 @@ import pytest
 
 from libdsec import wire
 from libdsec.errors import (
-    DSecError, Exhausted, InvalidArgument, NotFound, PermissionDenied, Unavailable, WrongState,
+    DSecError,
+    Exhausted,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+    WrongState,
 )  # fmt: skip
 from tests.system.init_harness import Init, InitClient, running, wait_until
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.leaky("one init serves many tests and pools cgroup directories until it is stopped"),
+    pytest.mark.leaky(
+        "one init serves many tests and pools cgroup directories until it is stopped"
+    ),
 ]
 
 
@@ -106,7 +114,8 @@ def test_bytes_are_bytes(client: InitClient) -> None:
 
 def test_timeout_kills_the_whole_tree(client: InitClient) -> None:
     marker = f"7{time.monotonic_ns()}"
-    script = f"echo before; setsid sleep {marker} & (setsid sh -c 'sleep {marker} & sleep {marker}' &) ; sleep {marker}"
+    sleep = f"sleep {marker}"
+    script = f"echo before; setsid {sleep} & (setsid sh -c '{sleep} & {sleep}' &) ; {sleep}"
     started = time.monotonic()
     result = client.run(script, timeout_s=0.3)
     assert time.monotonic() - started < 5
@@ -194,7 +203,9 @@ def test_gigabytes_of_yes_are_capped_and_say_so() -> None:
         assert result["exit_code"] == 5
         assert result["stdout_total"] == 300000000
         assert len(result["stdout"]) == 1 << 20
-        assert init.client.run("yes | head -c 9000", output_limit_bytes=100)["stdout"] == b"y\n" * 50
+        assert (
+            init.client.run("yes | head -c 9000", output_limit_bytes=100)["stdout"] == b"y\n" * 50
+        )
         for name in "abcdef":  # the sandbox's cap: the oldest finished output goes first
             init.client.call("exec.start", cid=name, shell=b"yes | head -c 1000000")
             init.client.call("exec.wait", cid=name)
@@ -275,7 +286,9 @@ def test_starting_a_cid_twice_runs_once(client: InitClient) -> None:
 
 def test_cancel_kills_what_the_call_runs(client: InitClient) -> None:
     marker = f"6{time.monotonic_ns()}"
-    call = client.open("exec.run", cid=marker, shell=f"setsid sleep {marker} & sleep {marker}".encode())
+    call = client.open(
+        "exec.run", cid=marker, shell=f"setsid sleep {marker} & sleep {marker}".encode()
+    )
     wait_until(lambda: alive(marker))
     client.send(wire.Cancel(call))
     result, _ = client.finish(call)
@@ -284,7 +297,9 @@ def test_cancel_kills_what_the_call_runs(client: InitClient) -> None:
 
 
 def test_signal_kill_and_a_killed_agent_child(client: InitClient) -> None:
-    client.call("exec.start", cid="s", shell=b"trap 'echo got; exit 7' USR1; while :; do sleep 0.02; done")
+    client.call(
+        "exec.start", cid="s", shell=b"trap 'echo got; exit 7' USR1; while :; do sleep 0.02; done"
+    )
     time.sleep(0.2)
     client.call("exec.signal", cid="s", signal=10)
     result, items = client.finish(client.open("exec.attach", cid="s"))
@@ -379,8 +394,9 @@ def test_without_cgroups_the_tree_is_walked() -> None:
 
 
 def test_a_peer_from_inside_is_refused(init: Init, client: InitClient) -> None:
-    script = f"import socket; s = socket.socket(socket.AF_UNIX); s.connect({init.path!r}); print(s.recv(1))"
-    os.chmod(init.path, 0o777)
+    connect = f"s = socket.socket(socket.AF_UNIX); s.connect({init.path!r}); print(s.recv(1))"
+    script = f"import socket; {connect}"
+    Path(init.path).chmod(0o777)
     result = client.run(None, argv=[b"python3", b"-c", script.encode()])
     assert result["stdout"] == b"b''\n" or b"ConnectionReset" in result["stderr"]
 
@@ -418,7 +434,8 @@ def test_capabilities_and_seccomp_are_bounded_while_sudo_may_work() -> None:
 
     # mkdir (83) gives EPERM, all else is allowed; x86_64 numbers
     filter_ = b"".join(struct.pack("HBBI", *row) for row in (
-        (0x20, 0, 0, 0), (0x15, 0, 1, 83), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)))  # fmt: skip
+        (0x20, 0, 0, 0), (0x15, 0, 1, 83), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000),
+    ))  # fmt: skip
     with running(owned=True, caps=0b1011_0000, seccomp=filter_) as init:
         status = init.client.run("cat /proc/self/status")["stdout"].decode()
         fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

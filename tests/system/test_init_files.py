@@ -15,14 +15,22 @@ import pytest
 
 from libdsec import wire
 from libdsec.errors import (
-    AlreadyExists, DSecError, Exhausted, InvalidArgument, NotFound, PermissionDenied, Unavailable,
+    AlreadyExists,
+    DSecError,
+    Exhausted,
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
     WrongState,
 )  # fmt: skip
 from tests.system.init_harness import Init, InitClient, running
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.leaky("one init serves many tests and pools cgroup directories until it is stopped"),
+    pytest.mark.leaky(
+        "one init serves many tests and pools cgroup directories until it is stopped"
+    ),
 ]
 
 STRANGE = [b"with space", b"quote'\"`$x", b"new\nline", b"\xff\xfe not utf-8", b"-rf", b"x" * 255]
@@ -59,7 +67,9 @@ def read(client: InitClient, path: bytes, **args: object) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65536, 65537, 5_000_000])
-def test_an_upload_of_any_size_is_there_afterwards(client: InitClient, here: bytes, size: int) -> None:
+def test_an_upload_of_any_size_is_there_afterwards(
+    client: InitClient, here: bytes, size: int
+) -> None:
     data = os.urandom(size)
     assert client.upload(client.open("files.write", path=here + b"/up"), data) == {"size": size}
     assert read(client, here + b"/up") == data
@@ -102,7 +112,9 @@ def test_write_is_atomic_and_keeps_mode_and_owner(client: InitClient, here: byte
     assert [e["name"] for e in client.call("files.list", path=here)] == [b"f"]  # nothing temporary
 
 
-def test_a_write_whose_client_vanishes_leaves_nothing(init: Init, client: InitClient, here: bytes) -> None:
+def test_a_write_whose_client_vanishes_leaves_nothing(
+    init: Init, client: InitClient, here: bytes
+) -> None:
     gone = InitClient(init.path)
     call = gone.open("files.write", path=here + b"/never")
     gone.send(wire.Item(call, wire.pack(b"half")))
@@ -127,7 +139,10 @@ def test_append_and_parents_and_links(client: InitClient, here: bytes) -> None:
 
 
 def test_a_link_out_of_the_root_stays_inside(client: InitClient, here: bytes) -> None:
-    client.run("ln -s ../../../../../../../../../../../../etc/passwd up; ln -s /proc/self/root magic", cwd=here)
+    client.run(
+        "ln -s ../../../../../../../../../../../../etc/passwd up; ln -s /proc/self/root magic",
+        cwd=here,
+    )
     assert b"root:" in read(client, here + b"/up")  # the sandbox's own, never the host's
     with pytest.raises(InvalidArgument):
         read(client, here + b"/magic/etc/passwd")
@@ -155,7 +170,9 @@ def test_a_link_out_of_the_root_stays_inside(client: InitClient, here: bytes) ->
         ("nonsense", {"path": b"/"}, DSecError),
     ],
 )
-def test_errors_are_told_by_kind(client: InitClient, op: str, args: dict[str, object], error: type[DSecError]) -> None:
+def test_errors_are_told_by_kind(
+    client: InitClient, op: str, args: dict[str, object], error: type[DSecError]
+) -> None:
     with pytest.raises(error) as caught:
         client.call(f"files.{op}", **args)
     assert type(caught.value).code != "internal"
@@ -170,7 +187,7 @@ def test_a_fifo_does_not_hang_the_call(client: InitClient, here: bytes) -> None:
 
 
 def test_a_full_disk_is_reported_as_such(init: Init) -> None:
-    if os.stat(init.work).st_uid != 0:
+    if init.work.stat().st_uid != 0:
         pytest.skip("the test's mount is made in init's own mount namespace")
     target = init.work / "small"
     target.mkdir()
@@ -189,7 +206,16 @@ def test_a_full_disk_is_reported_as_such(init: Init) -> None:
 def test_list_glob_and_recursive_changes(client: InitClient, here: bytes) -> None:
     client.run("mkdir -p a/b .hid; touch a/x.py a/b/y.py z.py .hid/h.py a/n.txt", cwd=here)
     names = {e["name"] for e in client.call("files.list", path=here, recursive=True)}
-    assert names == {b"a", b"a/b", b".hid", b"a/x.py", b"a/b/y.py", b"z.py", b".hid/h.py", b"a/n.txt"}
+    assert names == {
+        b"a",
+        b"a/b",
+        b".hid",
+        b"a/x.py",
+        b"a/b/y.py",
+        b"z.py",
+        b".hid/h.py",
+        b"a/n.txt",
+    }
     glob = lambda pattern: set(client.call("files.glob", path=here + b"/" + pattern))  # noqa: E731
     assert glob(b"*.py") == {here + b"/z.py"}
     assert glob(b"**/*.py") == {here + b"/" + p for p in (b"z.py", b"a/x.py", b"a/b/y.py")}
@@ -206,7 +232,9 @@ def test_list_glob_and_recursive_changes(client: InitClient, here: bytes) -> Non
 
 
 def test_a_tree_deeper_than_descriptors_is_removed(client: InitClient, here: bytes) -> None:
-    client.run("python3 -c 'import os\nfor i in range(700): os.mkdir(\"d\"); os.chdir(\"d\")'", cwd=here)
+    client.run(
+        'python3 -c \'import os\nfor i in range(700): os.mkdir("d"); os.chdir("d")\'', cwd=here
+    )
     client.call("files.remove", path=here + b"/d", recursive=True)
     assert client.call("files.list", path=here) == []
 
@@ -220,6 +248,7 @@ def test_a_large_list_is_complete_and_a_huge_one_refused(client: InitClient, her
 def build_tar(format_: int) -> bytes:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=format_) as tar:
+
         def add(name: str, data: bytes | None = None, **fields: object) -> None:
             info = tarfile.TarInfo(name)
             info.mode, info.mtime = 0o640, 1_500_000_000
@@ -252,7 +281,10 @@ def test_upload_unpacks_what_python_packs_and_download_gives_it_back(
     assert (stat["uid"], stat["gid"], stat["mode"], stat["mtime"]) == (11, 12, 0o640, 1.5e9)
     assert read(client, base + b"absolute") == b"made relative"
     assert client.call("files.stat", path=base + b"dir")["mode"] == 0o750
-    assert client.call("files.stat", path=base + b"dir/link", follow=False)["target"] == b"../" + b"t" * 150
+    assert (
+        client.call("files.stat", path=base + b"dir/link", follow=False)["target"]
+        == b"../" + b"t" * 150
+    )
     result, items = client.finish(client.open("files.download", path=here + b"/in"))
     packed = b"".join(items)
     assert result["size"] == len(packed)
@@ -329,10 +361,14 @@ def test_watch_sees_what_the_next_request_does(client: InitClient, here: bytes) 
     assert client.finish(call)[0] is None
 
 
-def test_recursive_watch_follows_new_and_renamed_directories(client: InitClient, here: bytes) -> None:
+def test_recursive_watch_follows_new_and_renamed_directories(
+    client: InitClient, here: bytes
+) -> None:
     client.run("mkdir -p old/deep", cwd=here)
     call = client.open("files.watch", path=here, recursive=True)
-    client.run("mkdir -p new/er; touch new/er/f; mv old moved; touch moved/deep/g; touch end", cwd=here)
+    client.run(
+        "mkdir -p new/er; touch new/er/f; mv old moved; touch moved/deep/g; touch end", cwd=here
+    )
     names = {name for _, name in watched(client, call, b"end")}
     assert {b"new", b"new/er", b"old", b"moved", b"moved/deep/g"} <= names
     client.send(wire.Cancel(call))
@@ -342,7 +378,9 @@ def test_recursive_watch_follows_new_and_renamed_directories(client: InitClient,
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_forward_carries_both_ways_and_half_closes(client: InitClient, family: socket.AddressFamily) -> None:
+def test_forward_carries_both_ways_and_half_closes(
+    client: InitClient, family: socket.AddressFamily
+) -> None:
     server = socket.socket(family)
     server.bind(("127.0.0.1" if family == socket.AF_INET else "::1", 0))
     server.listen()
@@ -355,6 +393,7 @@ def test_forward_carries_both_ways_and_half_closes(client: InitClient, family: s
     data = os.urandom(1 << 20)
     peer.settimeout(10)
     import threading
+
     sender = threading.Thread(target=lambda: (peer.sendall(data), peer.close()))
     sender.start()
     _, items = client.finish(call)

@@ -10,11 +10,13 @@ import pytest
 
 from libdsec import wire
 from libdsec.errors import AlreadyExists, InvalidArgument, NotFound, WrongState
-from tests.system.init_harness import Init, InitClient, running, wait_until
+from tests.system.init_harness import Init, running, wait_until
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.leaky("one init serves many tests and pools cgroup directories until it is stopped"),
+    pytest.mark.leaky(
+        "one init serves many tests and pools cgroup directories until it is stopped"
+    ),
 ]
 _names = itertools.count()
 
@@ -36,7 +38,10 @@ def session(init: Init, request: pytest.FixtureRequest) -> Iterator[str]:
 
 def test_directory_variables_and_functions_persist(init: Init, session: str) -> None:
     run = init.client.run
-    assert run('cd /usr; x="a  b"; f() { echo "[$1] $x $GREETING"; }', session=session)["exit_code"] == 0
+    assert (
+        run('cd /usr; x="a  b"; f() { echo "[$1] $x $GREETING"; }', session=session)["exit_code"]
+        == 0
+    )
     result = run("f 1; pwd; echo oops >&2; false", session=session)
     assert (result["stdout"], result["stderr"]) == (b"[1] a  b hi\n/usr\n", b"oops\n")
     assert result["exit_code"] == 1
@@ -85,7 +90,7 @@ def test_large_text_does_not_deadlock(init: Init, session: str) -> None:
 def test_commands_of_a_session_run_in_order(init: Init, session: str) -> None:
     calls = [
         init.client.open("exec.run", cid=f"{session}-{n}", session=session,
-                         shell=f"sleep 0.0{9 - n}; echo {n} >> {session}.order; cat {session}.order".encode())
+                         shell=f"sleep 0.0{9 - n}; echo {n} >> {session}.o; cat {session}.o".encode())
         for n in range(5)
     ]  # fmt: skip
     outputs = [init.client.finish(call)[0]["stdout"] for call in calls]
@@ -112,7 +117,9 @@ def test_timeout_ends_a_shell_that_does_not_come_back(init: Init, session: str) 
 
 
 def test_cancel_of_a_queued_command_leaves_the_running_one(init: Init, session: str) -> None:
-    first = init.client.open("exec.run", cid=f"{session}a", session=session, shell=b"sleep 0.4; echo ran")
+    first = init.client.open(
+        "exec.run", cid=f"{session}a", session=session, shell=b"sleep 0.4; echo ran"
+    )
     second = init.client.open("exec.run", cid=f"{session}b", session=session, shell=b"echo never")
     init.client.send(wire.Cancel(second))
     assert init.client.finish(second)[0]["signal"] == 9
@@ -158,7 +165,9 @@ def test_exec_in_a_session_ends_it(init: Init, session: str) -> None:
 
 
 def test_queue_of_an_ended_session_fails(init: Init, session: str) -> None:
-    first = init.client.open("exec.run", cid=f"{session}x", session=session, shell=b"sleep 0.2; exit 1")
+    first = init.client.open(
+        "exec.run", cid=f"{session}x", session=session, shell=b"sleep 0.2; exit 1"
+    )
     second = init.client.open("exec.run", cid=f"{session}y", session=session, shell=b"echo never")
     assert init.client.finish(first)[0]["session_ended"]
     with pytest.raises(WrongState):

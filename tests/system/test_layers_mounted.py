@@ -204,6 +204,17 @@ async def test_missing_and_damaged_images_are_said_clearly(library: Library, tre
     assert library.mounts.mounted() == 0
 
 
+async def test_a_layer_that_somebody_unmounted_is_dropped_in_peace(
+    library: Library, tree: Path, tmp_path: Path
+) -> None:
+    layer = await library.store.import_("x:1", tree)
+    library.acquire("x:1")
+    syscalls.umount(str(tmp_path / "run/layers" / layer.digest))
+    library.mounts.release(layer.digest)
+    library.mounts.drop(layer.digest)
+    assert library.acquire("x:1") == layer
+
+
 async def test_a_state_directory_on_tmpfs_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()

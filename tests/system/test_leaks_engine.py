@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,10 +37,14 @@ asyncio.run(main())
 """
 
 
+def start_client(socket: str, count: int) -> subprocess.Popen[bytes]:
+    text = CLIENT.format(repository=str(Path.cwd()), socket=socket, count=count, image=IMAGE)
+    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+
+
 async def test_a_client_killed_before_the_answer_leaves_no_orphan() -> None:
     async with daemon() as d:
-        text = CLIENT.format(repository=os.getcwd(), socket=str(d.socket), count=20, image=IMAGE)
-        client = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+        client = start_client(str(d.socket), 20)
         assert client.stdout is not None
         assert client.stdout.readline() == b"sent\n"
         client.send_signal(signal.SIGSTOP)  # it reads no answer

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from dsecd.backends.fake import FakeBackend
-from dsecd.config import Config, Limits, Paths
+from dsecd.config import Config, Limits, Listen, Paths
 from dsecd.model import Reading
 from dsecd.service import Service
 from tests.wire_client import WireClient
@@ -19,6 +19,7 @@ class QuietHost:
     """A host with plenty of everything; tests change `reading`."""
 
     cpus = 8
+    files_max = 1 << 20
 
     def __init__(self) -> None:
         self.reading = Reading(
@@ -35,13 +36,14 @@ class QuietHost:
 class Bench:
     """One state directory and one backend, over any number of daemon lives."""
 
-    def __init__(self, limits: Limits, latency_s: float) -> None:
+    def __init__(self, limits: Limits, latency_s: float, listen: Listen) -> None:
         # unix socket paths are short: not below pytest's own tmp_path
         self.root = Path(tempfile.mkdtemp(prefix="dsec-"))
         self.config = Config(
             backend="fake",
             paths=Paths(runtime=str(self.root / "run"), state=str(self.root / "lib")),
             limits=limits,
+            listen=listen,
         )
         self.backend = FakeBackend(latency_s)
         self.host = QuietHost()
@@ -65,8 +67,11 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(limits: Limits = Limits(), latency_s: float = 0.0) -> AsyncIterator[Bench]:  # noqa: B008
-    made = Bench(limits, latency_s)
+async def bench(
+    limits: Limits | None = None, latency_s: float = 0.0, listen: Listen | None = None
+) -> AsyncIterator[Bench]:
+    """A running daemon with the fake backend; closed and removed afterwards."""
+    made = Bench(limits or Limits(), latency_s, listen or Listen())
     try:
         await made.start()
         yield made

@@ -81,13 +81,18 @@ async def test_calls_are_told_apart_by_their_ids(agent: Agent, channel: AgentCha
     assert isinstance(one, wire.Request)
     assert isinstance(two, wire.Request)
     assert (one.op, two.op, bytes(two.args)) == ("a", "b", bytes(wire.pack({"x": 1})))
-    agent.send(wire.Reply(two.id, wire.pack(2)), wire.Failure(one.id, {"code": "not_found", "message": "m"}))
+    agent.send(
+        wire.Reply(two.id, wire.pack(2)),
+        wire.Failure(one.id, {"code": "not_found", "message": "m"}),
+    )
     assert msgspec.msgpack.decode(await second) == 2
     with pytest.raises(NotFound):
         await first
 
 
-async def test_a_relayed_call_carries_everything_both_ways(agent: Agent, channel: AgentChannel) -> None:
+async def test_a_relayed_call_carries_everything_both_ways(
+    agent: Agent, channel: AgentChannel
+) -> None:
     heard = Recorder()
     call = channel.open("op", wire.pack(None), heard)
     request = await agent.next()
@@ -97,7 +102,11 @@ async def test_a_relayed_call_carries_everything_both_ways(agent: Agent, channel
     call.cancel()
     sent = [await agent.next() for _ in range(4)]
     assert [type(f) for f in sent] == [wire.Item, wire.Credit, wire.End, wire.Cancel]
-    agent.send(wire.Item(request.id, wire.pack("i")), wire.Credit(request.id, 7), wire.Reply(request.id, wire.pack("r")))
+    agent.send(
+        wire.Item(request.id, wire.pack("i")),
+        wire.Credit(request.id, 7),
+        wire.Reply(request.id, wire.pack("r")),
+    )
     await asyncio.wait_for(heard.ended.wait(), 5)
     assert heard.heard == [("item", "i"), ("credit", 7), ("reply", "r")]
     call.cancel()  # after the answer: nothing is sent any more
@@ -109,9 +118,13 @@ async def channel_is_quiet(agent: Agent) -> None:
     assert agent.frames.empty()
 
 
-async def test_items_of_a_call_are_granted_as_they_are_taken(agent: Agent, channel: AgentChannel) -> None:
+async def test_items_of_a_call_are_granted_as_they_are_taken(
+    agent: Agent, channel: AgentChannel
+) -> None:
     items: list[object] = []
-    task = asyncio.create_task(channel.call("op", wire.pack({}), lambda raw: items.append(msgspec.msgpack.decode(raw))))
+    task = asyncio.create_task(
+        channel.call("op", wire.pack({}), lambda raw: items.append(msgspec.msgpack.decode(raw)))
+    )
     request = await agent.next()
     agent.send(*(wire.Item(request.id, wire.pack(n)) for n in range(16)))
     credit = await agent.next()
@@ -133,7 +146,9 @@ async def test_a_cancelled_task_cancels_its_call(agent: Agent, channel: AgentCha
 
 
 @pytest.mark.parametrize("how", ["closed", "junk"])
-async def test_loss_fails_open_calls_and_is_told_once(agent: Agent, tmp_path: Path, how: str) -> None:
+async def test_loss_fails_open_calls_and_is_told_once(
+    agent: Agent, tmp_path: Path, how: str
+) -> None:
     told: list[int] = []
     channel = await AgentChannel.connect(str(tmp_path / "agent.sock"), lambda: told.append(1))
     heard = Recorder()

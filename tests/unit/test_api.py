@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 import socket
+import ssl
 import struct
 from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from dsecd.api import connection as connections
 from dsecd.api.auth import Gatekeeper
@@ -280,3 +286,55 @@ async def test_the_connection_dies_with_the_daemon() -> None:
 
 def test_error_bodies_are_plain_data() -> None:
     assert msgspec.msgpack.decode(wire.pack({"code": "x"})) == {"code": "x"}
+
+
+def certificate(directory: Path) -> None:
+    """Write cert.pem and key.pem for localhost."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now).not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    (directory / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (directory / "key.pem").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+
+
+async def test_tcp_takes_tls_and_a_token(tmp_path: Path) -> None:
+    certificate(tmp_path)
+    (tmp_path / "tokens").write_text("me:0123456789abcdef\n")
+    (tmp_path / "tokens").chmod(0o600)
+    listen = Listen(
+        tcp="127.0.0.1:0", tls_cert=str(tmp_path / "cert.pem"), tls_key=str(tmp_path / "key.pem"),
+        token_file=str(tmp_path / "tokens"),
+    )  # fmt: skip
+    async with bench(listen=listen) as b:
+        (port,) = b.service.server.ports
+        context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        for token, accepted in (("0123456789abcdef", True), ("0123456789abcdeX", False)):
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=context, server_hostname="localhost"
+            )
+            client = WireClient.over(reader, writer)
+            hello = client.call("hello", model.Hello(protocol=wire.PROTOCOL, token=token))
+            if accepted:
+                assert (await hello)["protocol"] == wire.PROTOCOL
+                assert (await client.create("k")).state == "running"
+            else:
+                with pytest.raises(PermissionDenied):
+                    await hello
+            await client.close()
+        plain_reader, plain_writer = await asyncio.open_connection("127.0.0.1", port)
+        plain_writer.write(wire.encode(wire.Request(1, "hello", wire.pack({"protocol": 1}))))
+        assert not (await plain_reader.read(1 << 16)).startswith(b"\0\0")
+        plain_writer.close()

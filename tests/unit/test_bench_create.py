@@ -72,6 +72,7 @@ def test_an_image_is_placed_under_its_name_and_digest(tmp_path: Path) -> None:
     assert layer.path.read_bytes() == b"not mounted here"
 
 
+@pytest.mark.leaky("libuv keeps one signal pipe per process")
 def test_a_run_without_daemon_reports_every_figure_as_missing(tmp_path: Path) -> None:
     report = Report("create", CREATE.figures, {})
     options = Options(quick=True, endpoint=f"unix:{tmp_path}/no.sock")
@@ -90,6 +91,7 @@ def test_the_command_refuses_unknown_peers_and_parts() -> None:
     assert runner.invoke(command_line.main, ["create", "--only", "nothing"]).exit_code == 2
 
 
+@pytest.mark.leaky("libuv keeps one signal pipe per process")
 def test_a_missing_figure_is_exit_code_one(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     argv = ["create", "--endpoint", f"unix:{tmp_path}/no.sock", "--json", str(file)]

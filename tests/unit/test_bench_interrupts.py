@@ -22,6 +22,7 @@ def test_outside_a_loop() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.leaky("libuv keeps one signal pipe per process")
 def test_inside_uvloop_the_task_is_cancelled_and_may_clean_up() -> None:
     """uvloop swallows what a handler raises: the run went on as if nothing had been pressed."""
     cleaned = []

@@ -67,6 +67,7 @@ def test_the_tables_name_every_series_and_reason() -> None:
         assert word in told
 
 
+@pytest.mark.leaky("matplotlib keeps its font files open")
 def test_the_plot_is_a_png_even_of_half_a_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
     plot(report(), tmp_path / "full.png")

@@ -1,4 +1,4 @@
-"""The C msgpack codec against msgspec: what one writes the other reads, and nothing malformed passes.
+"""The C msgpack codec against msgspec: each reads what the other writes, nothing malformed passes.
 
 A small program over `wire/msgpack.c` copies one value from stdin to stdout through the codec.
 """
@@ -105,7 +105,9 @@ def copier(tmp_path_factory: pytest.TempPathFactory) -> object:
 _values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
     | st.text(max_size=300) | st.binary(max_size=300),
-    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20)
+    ),
     max_leaves=40,
 )  # fmt: skip
 _quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -127,7 +129,9 @@ def test_lengths_at_the_edges(copier: Copier, n: int) -> None:
 
 @_quick
 @given(_values, st.data())
-def test_a_truncated_or_longer_value_is_refused(copier: Copier, value: object, data: st.DataObject) -> None:
+def test_a_truncated_or_longer_value_is_refused(
+    copier: Copier, value: object, data: st.DataObject
+) -> None:
     whole = msgspec.msgpack.encode(value)
     assert copier(whole[: data.draw(st.integers(0, len(whole) - 1))]) == b""
     assert copier(whole + b"\0") == b""
@@ -136,7 +140,8 @@ def test_a_truncated_or_longer_value_is_refused(copier: Copier, value: object, d
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\x91",
+        b"", b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
+        b"\x91",
         b"\x91" * 40 + b"\xc0",
     ],
 )  # fmt: skip

@@ -6,12 +6,15 @@ import asyncio
 
 import pytest
 
+from dsecd.config import Limits
+from dsecd.engine.admission import Admission
 from dsecd.engine.events import Bus
 from dsecd.engine.request import check_key, compile_spec
 from dsecd.engine.timer import Timer
 from dsecd.model import make_id, parse_id
-from libdsec.errors import InvalidArgument
+from libdsec.errors import Exhausted, InvalidArgument
 from libdsec.model import DSecContainerRunArgs
+from tests.unit.engine_fixtures import QuietHost
 
 
 async def test_the_timer_asks_again_when_the_deadline_moved() -> None:
@@ -106,3 +109,16 @@ def test_ids_carry_shard_node_and_epoch() -> None:
     assert len(make_id("a" * 12, "b" * 12, 36**6 - 1, 36**7)) <= 48
     for wrong in ("", "a-b-c", "../x", "a-b-c-d-e", "A-b-1-1"):
         assert parse_id(wrong) is None
+
+
+def test_the_open_file_limit_bounds_the_number_of_sandboxes() -> None:
+    host = QuietHost()
+    host.files_max = 768 + 5 * 3
+    admission = Admission(Limits(), host, files_each=5)
+    spec = compile_spec("s0-n0-1-1", DSecContainerRunArgs(container_image="x"))
+    for _ in range(3):
+        admission.take(spec, 0)
+    with pytest.raises(Exhausted, match="open file limit"):
+        admission.take(spec, 0)
+    admission.give_back(spec)
+    admission.take(spec, 0)

@@ -125,7 +125,8 @@ async def main():
     args = DSecContainerRunArgs(container_image="x")
     n = 0
     while True:
-        await journal.write(Row(id=f"s{n}", key=str(n), owner="", state="intent", created_at=0.0, args=args))
+        await journal.write(
+            Row(id=f"s{n}", key=str(n), owner="", state="intent", created_at=0.0, args=args))
         print(n, flush=True)
         n += 1
 asyncio.run(main())

@@ -108,13 +108,13 @@ static const char *parse(struct mp_bytes raw, const struct field *fields, size_t
     uint32_t n = mp_get_map(&r);
     for (uint32_t i = 0; i < n; i++) {
         struct mp_bytes key = mp_get_str(&r);
-        const struct field *field = fields;
-        while (field < fields + n_fields && !(key.p && mp_equal(key, field->name)))
-            field++;
-        if (field == fields + n_fields || (allowed && !listed(key, allowed)))
+        size_t k = 0;
+        while (k < n_fields && !(key.p && mp_equal(key, fields[k].name)))
+            k++;
+        if (k == n_fields || (allowed && !listed(key, allowed)))
             return "the arguments have a field that this operation does not know";
-        if (!read_field(&r, field, out))
-            return field->problem;
+        if (!read_field(&r, &fields[k], out))
+            return fields[k].problem;
     }
     return mp_finished(&r) ? NULL : "the arguments are not one map";
 }

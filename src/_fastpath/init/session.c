@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "session.h"
+#include "session_state.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -15,31 +15,9 @@
 
 #define REKILL_US 20000
 
-struct outlet {
-    struct source in;
-    struct session *session;
-    int index;
-};
+struct session sessions[MAX_SESSIONS];
 
-struct session {
-    bool used, ready, interrupted;
-    char name[MAX_NAME];
-    pid_t pid;
-    int cgroup;
-    struct source ctl, feed, status;
-    struct outlet out[2];
-    struct job *current, *queue;
-    struct call *opening, *closing;
-    uint8_t *line; /* the encoded command on its way to the shell */
-    size_t line_cap, line_n, line_at;
-    char digits[8];
-    size_t digits_n;
-    uint64_t grace_us, rekill_us;
-};
-
-static struct session sessions[MAX_SESSIONS];
-
-static struct session *find(struct mp_bytes name)
+struct session *session_find(struct mp_bytes name)
 {
     for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
         if (s->used && mp_equal(name, s->name))
@@ -78,7 +56,7 @@ static size_t outlet_take(struct outlet *outlet)
     return (size_t)n;
 }
 
-static void outlet_ready(struct source *source, uint32_t events)
+void session_outlet_ready(struct source *source, uint32_t events)
 {
     struct outlet *outlet = owner_of(source, struct outlet, in);
     (void)events;
@@ -150,7 +128,7 @@ static void line_send(struct session *s)
     line_drop(s);
 }
 
-static void feed_ready(struct source *source, uint32_t events)
+void session_feed_ready(struct source *source, uint32_t events)
 {
     (void)events;
     line_send(owner_of(source, struct session, feed));
@@ -196,7 +174,7 @@ static void finish_current(struct session *s, int status, bool session_ended)
     s->interrupted = false;
 }
 
-static void status_ready(struct source *source, uint32_t events)
+void session_status_ready(struct source *source, uint32_t events)
 {
     struct session *s = owner_of(source, struct session, status);
     char text[16];
@@ -224,7 +202,7 @@ static void status_ready(struct source *source, uint32_t events)
 
 bool session_submit(struct job *job, const struct exec_args *args, struct failure *failure)
 {
-    struct session *s = find(args->session);
+    struct session *s = session_find(args->session);
     *failure = (struct failure){ .code = "not_found" };
     if (!s) {
         snprintf(failure->message, sizeof failure->message, "no such session: %.*s",
@@ -268,7 +246,7 @@ void session_forget(struct job *job)
 
 /* --- ends ----------------------------------------------------------------------------------- */
 
-static void kill_all(struct session *s)
+void session_kill(struct session *s)
 {
     if (s->cgroup >= 0)
         cgroup_kill(s->cgroup);
@@ -294,7 +272,7 @@ void session_interrupt(struct job *job)
     }
     s->interrupted = true;
     if (s->cgroup < 0) {
-        kill_all(s); /* without a cgroup the shell cannot be told from what it started */
+        session_kill(s); /* without a cgroup the shell cannot be told from what it started */
         return;
     }
     uint64_t now = now_us();
@@ -311,7 +289,7 @@ uint64_t sessions_tick(uint64_t now)
             continue;
         if (now >= s->grace_us) {
             s->grace_us = 0;
-            kill_all(s);
+            session_kill(s);
             continue;
         }
         if (now >= s->rekill_us) {
@@ -337,7 +315,7 @@ static void fail_queue(struct session *s)
     }
 }
 
-static void session_free(struct session *s)
+void session_free(struct session *s)
 {
     source_close(&s->ctl);
     source_close(&s->feed);
@@ -392,7 +370,7 @@ static bool read_ctl(struct session *s)
     return true;
 }
 
-static void ctl_ready(struct source *source, uint32_t events)
+void session_ctl_ready(struct source *source, uint32_t events)
 {
     (void)events;
     read_ctl(owner_of(source, struct session, ctl));
@@ -406,140 +384,10 @@ bool sessions_reap(pid_t pid, int status)
         if (!read_ctl(s))
             return true;
         finish_current(s, status, true);
-        kill_all(s);
+        session_kill(s);
         fail_queue(s);
         session_free(s);
         return true;
     }
     return false;
-}
-
-/* --- opening -------------------------------------------------------------------------------- */
-
-static void forget_call(struct call *call)
-{
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++) {
-        if (s->opening == call)
-            s->opening = NULL;
-        if (s->closing == call)
-            s->closing = NULL;
-    }
-}
-
-static void cancel(struct call *call)
-{
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
-        if (s->used && s->opening == call)
-            kill_all(s);
-    forget_call(call);
-    call_fail(call, "timeout", "the call was cancelled");
-}
-
-static const struct call_ops session_ops = { .cancel = cancel, .drop = forget_call };
-
-/* ours: out, err, feed, status, ctl */
-static bool plumb(int ours[5], struct child_fds *child)
-{
-    int pair[2];
-    for (int i = 0; i < 5; i++)
-        ours[i] = -1;
-    *child = (struct child_fds){ -1, -1, -1, -1, -1, -1 };
-    if (!pipe_make(&ours[0], &child->out, true) || !pipe_make(&ours[1], &child->err, true) ||
-        !pipe_make(&ours[2], &child->feed, false) || !pipe_make(&ours[3], &child->status, true) ||
-        socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)
-        return false;
-    ours[4] = pair[0];
-    child->ctl = pair[1];
-    return true;
-}
-
-static void close_child(const struct child_fds *child)
-{
-    int fds[] = { child->out, child->err, child->feed, child->status, child->ctl };
-    for (int i = 0; i < 5; i++)
-        if (fds[i] >= 0)
-            close(fds[i]);
-}
-
-static int launch(struct session *s, const struct session_args *args)
-{
-    int ours[5];
-    struct child_fds child;
-    s->cgroup = cgroup_acquire();
-    if (s->cgroup == CGROUP_FULL)
-        return -ENOSPC;
-    bool ok = plumb(ours, &child);
-    pid_t pid = ok ? child_fork(cgroup_fd(s->cgroup)) : -errno;
-    if (pid == 0)
-        shell_child(args, &child);
-    close_child(&child);
-    struct source *sources[] = { &s->out[0].in, &s->out[1].in, &s->feed, &s->status, &s->ctl };
-    void (*ready[])(struct source *, uint32_t) = { outlet_ready, outlet_ready, feed_ready,
-                                                   status_ready, ctl_ready };
-    for (int i = 0; i < 5; i++) {
-        uint32_t events = i == 2 ? 0 : EPOLLIN;
-        if (ours[i] >= 0 && (pid < 0 || !source_open(sources[i], ours[i], events, ready[i]))) {
-            close(ours[i]);
-            sources[i]->fd = -1;
-            pid = pid > 0 ? -ENOSPC : pid;
-        }
-    }
-    s->pid = pid > 0 ? pid : 0;
-    return pid > 0 ? 0 : pid;
-}
-
-void session_open(struct call *call, const struct session_args *args)
-{
-    struct session *s = sessions;
-    if (find(args->name)) {
-        call_fail(call, "already_exists", "session %.*s is open", (int)args->name.n, args->name.p);
-        return;
-    }
-    while (s < sessions + MAX_SESSIONS && s->used)
-        s++;
-    if (s == sessions + MAX_SESSIONS) {
-        call_fail(call, "exhausted", "at most %d sessions can be open", MAX_SESSIONS);
-        return;
-    }
-    memset(s, 0, sizeof *s);
-    s->used = true;
-    s->ctl.fd = s->feed.fd = s->status.fd = -1;
-    for (int i = 0; i < 2; i++)
-        s->out[i] = (struct outlet){ .in.fd = -1, .session = s, .index = i };
-    memcpy(s->name, args->name.p, args->name.n);
-    call->ops = &session_ops;
-    int err = launch(s, args);
-    if (err < 0) {
-        kill_all(s);
-        session_free(s);
-        call_fail(call, "exhausted", "the session's shell cannot be started: %s", strerror(-err));
-        return;
-    }
-    s->opening = call;
-}
-
-void session_close(struct call *call, struct mp_bytes name)
-{
-    struct session *s = find(name);
-    if (!s) {
-        call_fail(call, "not_found", "no such session: %.*s", (int)name.n, name.p);
-        return;
-    }
-    if (s->closing) {
-        call_fail(call, "wrong_state", "session %s is closing", s->name);
-        return;
-    }
-    call->ops = &session_ops;
-    s->closing = call;
-    kill_all(s);
-}
-
-void session_list(struct call *call)
-{
-    struct mp_writer w = reply_begin(call);
-    mp_put_array(&w, sessions_count());
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
-        if (s->used)
-            mp_put_text(&w, s->name);
-    reply_send(call, &w);
 }

@@ -95,6 +95,14 @@ static void answer(struct spawner *spawner, const struct reply *reply)
             exit(1); /* the daemon is gone; its journal knows what it had asked for */
 }
 
+/* Before the answer: who hears that all is undone may look. */
+static void drop_fds(struct message *message)
+{
+    for (uint32_t i = 0; i < message->fd_count; i++)
+        close(message->fds[i]);
+    message->fd_count = 0;
+}
+
 static void create(struct spawner *spawner, struct message *message)
 {
     struct creation *c = &spawner->creation;
@@ -110,6 +118,7 @@ static void create(struct spawner *spawner, struct message *message)
         reply.pidfd = c->pidfd;
         reply.times = &c->steps;
     }
+    drop_fds(message);
     answer(spawner, &reply);
     close_if(&reply.pidfd);
 }
@@ -178,9 +187,7 @@ static void dispatch(struct spawner *spawner, struct message *message)
         stage(spawner, message);
     else
         answer(spawner, &refusal);
-    for (uint32_t i = 0; i < message->fd_count; i++)
-        if (message->fds[i] >= 0)
-            close(message->fds[i]);
+    drop_fds(message);
 }
 
 static void take_fds(struct message *message, struct msghdr *header)

@@ -62,7 +62,7 @@ class Operations:
             ("sandbox.set_timeout", model.SetTimeout, self.set_timeout, True),
             ("sandbox.metrics", model.SandboxRef, self.metrics, False),
             ("events.subscribe", model.EventFilter, self.subscribe, False),
-            ("host.check", msgspec.Raw, self.check, True),
+            ("host.check", msgspec.Raw, self.check, False),
             ("host.stats", msgspec.Raw, self.stats, True),
             ("layer.list", msgspec.Raw, self.layer_list, False),
             ("layer.import", model.LayerImport, self.layer_import, False),
@@ -154,8 +154,9 @@ class Operations:
 
     # --- host
 
-    def check(self, call: LocalCall, args: msgspec.Raw) -> list[model.Feature]:
-        return self._manager.backend.features()
+    async def check(self, call: LocalCall, args: msgspec.Raw) -> list[model.Feature]:
+        # the first time, features are tried in a process of their own: seconds
+        return await asyncio.to_thread(self._manager.backend.features)
 
     def stats(self, call: LocalCall, args: msgspec.Raw) -> model.HostStats:
         admission = self._manager.admission
@@ -165,7 +166,7 @@ class Operations:
             version=__version__,
             uptime_s=time.monotonic() - self._started,
             sandboxes=admission.sandboxes,
-            sandboxes_max=admission.limits.sandboxes,
+            sandboxes_max=admission.sandboxes_max,
             memory_total_bytes=reading.memory_total_bytes,
             memory_available_bytes=reading.memory_available_bytes,
             memory_requested_bytes=admission.memory_requested,

@@ -81,6 +81,7 @@ class ProxiedCall:
         except msgspec.DecodeError:
             return  # the agent will say what is wrong
         if request.op in STARTS:
+            self._manager.registry.commands.add()
             self._oom = self._sandbox.command_began(self._cid)
         else:
             self._oom = self._sandbox.oom_before(self._cid)

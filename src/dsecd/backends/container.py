@@ -137,7 +137,7 @@ class ContainerBackend:
 
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
         host = self._host
-        layer = host.store.resolve(spec.image)
+        layer = host.layers.resolve(spec.image)
         holding = Holding(sandbox)
         with contextlib.ExitStack() as undo:
             host.mounts.acquire(layer.digest, layer.path)

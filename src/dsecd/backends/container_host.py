@@ -7,6 +7,7 @@ start; pools that could take what a live sandbox holds are filled only after rec
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from libdsec.errors import Unsupported
 from libdsec.model import Feature, LayerInfo
 
 MAX_SPAWNERS = 8
+RESOLVED_S = 1.0
 BINARIES = Path(__file__).parents[1] / "bin"
 
 
@@ -35,14 +37,34 @@ class ContainerLayers:
 
     def __init__(self, store: LayerStore, mounts: LayerMounts) -> None:
         self._store, self._mounts = store, mounts
+        self._resolved: dict[str, Layer] = {}
+        self._resolved_at = 0.0
 
     async def list(self) -> list[LayerInfo]:
         return [self._info(layer) for layer in self._store.list()]
 
+    def resolve(self, reference: str) -> Layer:
+        """Return the layer to start from. Raises `NotFound`.
+
+        A burst asks for the same few thousands of times: answers are kept for a second, in which
+        only another process could move a name.
+        """
+        now = time.monotonic()
+        if now - self._resolved_at > RESOLVED_S:
+            self._resolved.clear()
+            self._resolved_at = now
+        layer = self._resolved.get(reference)
+        if layer is None:
+            layer = self._resolved[reference] = self._store.resolve(reference)
+        return layer
+
     async def import_(self, name: str, source: str, replace: bool) -> LayerInfo:
-        return self._info(await self._store.import_(name, Path(source), replace))
+        layer = await self._store.import_(name, Path(source), replace)
+        self._resolved_at = 0.0
+        return self._info(layer)
 
     async def remove(self, name: str) -> None:
+        self._resolved_at = 0.0
         self._store.remove(name, self._mounts.drop)
 
     def _info(self, layer: Layer) -> LayerInfo:
@@ -195,7 +217,8 @@ class ContainerHost:
             )
             for row in probe.probe()
         ]
-        return [*rows, self.uppers.feature()]
+        started = hasattr(self, "spawners")  # before that nobody knows about the volume
+        return [*rows, self.uppers.feature()] if started else rows
 
     async def close(self, leave_nothing: bool) -> None:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""

@@ -10,12 +10,14 @@ from dsecd.model import Reading, Spec
 from libdsec.errors import Exhausted, InvalidArgument
 
 REFRESH_S = 0.2  # how old a reading of the host may be
+FILES_RESERVE = 768  # descriptors for pools, connections, layers
 
 
 class Host(Protocol):
     """Where readings come from; one call costs some file reads."""
 
     cpus: int
+    files_max: int  # descriptors this process may hold
 
     def read(self) -> Reading: ...
 
@@ -23,8 +25,13 @@ class Host(Protocol):
 class Admission:
     """Counts what live sandboxes asked for and compares it with limits and the host's state."""
 
-    def __init__(self, limits: Limits, host: Host) -> None:
+    def __init__(self, limits: Limits, host: Host, files_each: int = 0) -> None:
+        """`files_each` is how many descriptors of this process a sandbox costs."""
         self.limits, self.host = limits, host
+        self.sandboxes_max = limits.sandboxes
+        if files_each:
+            affordable = max(1, (host.files_max - FILES_RESERVE) // files_each)
+            self.sandboxes_max = min(limits.sandboxes, affordable)
         self.sandboxes = 0
         self.memory_requested = 0
         self.cpu_requested = 0.0
@@ -41,8 +48,11 @@ class Admission:
     def take(self, spec: Spec, creating: int) -> None:
         """Count `spec` in. Raises `Exhausted` when the host is full."""
         limits = self.limits
-        if self.sandboxes >= limits.sandboxes:
-            raise _full("sandboxes", f"{self.sandboxes} sandboxes live, limits.sandboxes reached")
+        if self.sandboxes >= self.sandboxes_max:
+            which = "limits.sandboxes"
+            if self.sandboxes_max < limits.sandboxes:
+                which = f"the open file limit ({self.host.files_max})"
+            raise _full("sandboxes", f"{self.sandboxes} sandboxes live, {which} reached")
         if creating >= limits.queued_creates:
             raise _full("queued_creates", f"{creating} creates are waiting")
         reading = self.reading()

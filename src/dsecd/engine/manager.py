@@ -60,7 +60,7 @@ class Manager:
         step: Step = no_step,
     ) -> None:
         self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
-        self.admission = Admission(config.limits, host)
+        self.admission = Admission(config.limits, host, backend.capabilities.files_each)
         self.events = Bus()
         self.live: dict[str, Sandbox] = {}
         self.ended: OrderedDict[str, Sandbox] = OrderedDict()

@@ -18,6 +18,7 @@ otherwise. A layer nobody uses stays mounted for `grace_s`, as the next sandbox 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -32,7 +33,6 @@ from libdsec.errors import Internal, NotFound, Unsupported, WrongState
 
 _log = logging.getLogger(__name__)
 GRACE_S = 300.0
-_EINVAL, _ENODEV, _ENOTBLK, _ENOSYS = 22, 19, 15, 38
 _MS_BIND, _MS_PRIVATE = 1 << 12, 1 << 18
 _UNFIT = ("overlay", "erofs", "tmpfs", "ramfs")  # EROFS refuses metadata files that lie on these
 
@@ -214,8 +214,12 @@ class LayerMounts:
         layer = self._layers.pop(digest)
         if layer.shared >= 0:
             os.close(layer.shared)
-        with contextlib.suppress(FileNotFoundError):
+        try:
             fastpath.umount(layer.point)
+        except fastpath.StepError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOENT):  # somebody else unmounted it
+                raise
+        with contextlib.suppress(FileNotFoundError):
             layer.point.rmdir()
 
 
@@ -224,7 +228,7 @@ def _clone_detached(fd: int) -> int:
     try:
         return fastpath.open_tree(f"/proc/self/fd/{fd}", clone=True)
     except fastpath.StepError as error:
-        if error.errno != _EINVAL:
+        if error.errno != errno.EINVAL:
             raise
         return -1
 
@@ -252,16 +256,16 @@ def fit_for_images(directory: Path) -> None:
 
 def _explain(image: Path, error: fastpath.StepError) -> Exception:
     """Return the error that says what to do about a failed mount of `image`."""
-    if error.errno in (_ENODEV, _ENOSYS):
+    if error.errno in (errno.ENODEV, errno.ENOSYS):
         reason = "the kernel has no EROFS (CONFIG_EROFS_FS), or it is a module that is not loaded"
-    elif error.errno == _ENOTBLK:
+    elif error.errno == errno.ENOTBLK:
         kind = mountinfo.holding(image).type
         reason = (
             f"the image lies on {kind}, which cannot back an EROFS mount"
             if kind in _UNFIT
             else "the kernel cannot mount EROFS from a file (CONFIG_EROFS_FS_BACKED_BY_FILE, 6.12)"
         )
-    elif isinstance(error, FileNotFoundError):
+    elif error.errno == errno.ENOENT:
         return NotFound(f"the image file {image} is gone; import the layer again", path=str(image))
     else:
         return Internal(

@@ -18,11 +18,12 @@ import logging
 import os
 import socket
 import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -38,12 +39,15 @@ from dsecd.host.plan import (
 from libdsec.errors import DSecError, Exhausted, Internal, InvalidArgument, Unavailable
 
 _log = logging.getLogger(__name__)
+_Call: TypeAlias = asyncio.Future[tuple[SpawnReply, int]]
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(tuple[int, SpawnReply])
 _FULL = frozenset(
     (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EDQUOT)
 )
 _REPLY_MAX = 8192  # bytes
+_ONE_FD = socket.CMSG_SPACE(4)
+_RECV_FLAGS = socket.MSG_CMSG_CLOEXEC
 _SEND_BUFFER = 1 << 20  # bytes; the kernel caps it at net.core.wmem_max
 _RESTART_DELAY_S = 0.2
 _RESTART_DELAY_MAX_S = 5.0
@@ -78,7 +82,7 @@ class _Worker:
     def __init__(self, binary: str, init: str, on_lost: Callable[[_Worker], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        self._calls: dict[int, asyncio.Future[tuple[SpawnReply, int]]] = {}
+        self._calls: dict[int, _Call] = {}
         self._next = 1
         self.slot: Slot | None = None
         self.lost = False
@@ -104,42 +108,39 @@ class _Worker:
     def pending(self) -> int:
         return len(self._calls)
 
-    def call(
-        self, op: int, plan: object, fds: Sequence[int] = ()
-    ) -> asyncio.Future[tuple[SpawnReply, int]]:
+    def call(self, op: int, plan: object, fds: Sequence[int] = ()) -> _Call:
         """Send one message; the future gives the reply and the descriptor beside it (or -1)."""
         number = self._next
         self._next += 1
         message = _encoder.encode((number, op, plan))
         if len(message) > PLAN_MAX:
             raise InvalidArgument(f"a plan of {len(message)} bytes exceeds {PLAN_MAX}")
-        future: asyncio.Future[tuple[SpawnReply, int]] = self._loop.create_future()
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg([message], rights)
         except OSError as error:
             raise Unavailable(f"the spawner cannot be reached: {error.strerror}") from error
-        self._calls[number] = future
+        future = self._calls[number] = self._loop.create_future()
         return future
 
     def _on_readable(self) -> None:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(self._socket, _REPLY_MAX, 1)
+                data, rights, _, _ = self._socket.recvmsg(_REPLY_MAX, _ONE_FD, _RECV_FLAGS)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds = b"", []
+                data, rights = b"", []
             if not data:
                 self._on_eof()
                 return
+            fd = int.from_bytes(rights[0][2], sys.byteorder) if rights else -1
             number, reply = _decoder.decode(data)
             future = self._calls.pop(number)
-            if future.cancelled():
-                for fd in fds:
-                    os.close(fd)
-            else:
-                future.set_result((reply, fds[0] if fds else -1))
+            if not future.cancelled():
+                future.set_result((reply, fd))
+            elif fd >= 0:
+                os.close(fd)
             if not self._calls:
                 return
 
@@ -405,7 +406,7 @@ class SpawnerPool:
         self,
         worker: _Worker,
         plan: ContainerPlan,
-        call: asyncio.Future[tuple[SpawnReply, int]],
+        call: _Call,
         slot: Slot | None,
     ) -> Spawned:
         try:
@@ -433,7 +434,7 @@ class SpawnerPool:
         self,
         worker: _Worker,
         plan: ContainerPlan,
-        call: asyncio.Future[tuple[SpawnReply, int]],
+        call: _Call,
     ) -> None:
         """The caller is gone but the spawner was at work: take down what it made."""
         with contextlib.suppress(DSecError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -126,12 +127,15 @@ class Uppers:
     def usage(self, upper: Upper) -> int:
         """Return the bytes charged to the upper; 0 when it is gone."""
         volume = self._need()
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if volume.kind == "btrfs":
                 return btrfs.usage(volume.directory, btrfs.subvolume_id(Path(upper.dir)))
             with _opened(volume.directory) as fd:
                 return fastpath.get_project_usage(fd, upper.project)[0]
-        return 0
+        except OSError as error:  # not FileNotFoundError: the fast path has one type for all
+            if error.errno != errno.ENOENT:
+                raise
+            return 0
 
     async def sweep(self, known: Collection[str]) -> list[str]:
         """Remove the uppers of sandboxes not in `known`; return the names of the directories."""
@@ -176,7 +180,7 @@ class Uppers:
         except FileExistsError as error:
             raise Internal(f"the upper {directory} exists already") from error
         except OSError as error:
-            kind = Exhausted if error.errno in (28, 122) else Internal  # ENOSPC, EDQUOT
+            kind = Exhausted if error.errno in (errno.ENOSPC, errno.EDQUOT) else Internal
             raise kind(f"cannot make the upper {directory}: {error}") from error
 
     def _make_project(self, directory: Path, upper: Upper) -> None:

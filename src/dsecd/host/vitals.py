@@ -19,6 +19,7 @@ class Vitals:
 
     def __init__(self, state: Path) -> None:
         self.cpus = os.cpu_count() or 1
+        self.files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._state = state
         self._tasks_max = int(Path("/proc/sys/kernel/pid_max").read_text())
 
