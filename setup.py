@@ -163,6 +163,7 @@ setup(
         "": ["py.typed", "*.pyi"],
         "dsecd": ["bin/dsec-*", "bin/asan/dsec-*"],
     },
+    include_package_data=False,  # sources stay out of wheels
     ext_modules=_extensions(),
     cmdclass={"build_native": BuildNative, "build_ext": BuildExtensions},
 )

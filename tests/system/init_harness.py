@@ -203,8 +203,9 @@ class Init:
             if cgroup:
                 (self.cgroup / "cgroup.procs").write_text("0")
 
-        command = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child",
-                   sys.executable,                   "-c", _LAUNCHER, BINARY, "owned" if owned else "plain", str(UID_BASE)]  # fmt: skip
+        unshare = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child"]
+        setting = "owned" if owned else "plain"
+        command = [*unshare, sys.executable, "-c", _LAUNCHER, BINARY, setting, str(UID_BASE)]
         process = subprocess.Popen(command, preexec_fn=place, close_fds=False)
         for fd in wanted[1:]:
             os.close(fd)

@@ -37,7 +37,7 @@ static void enter_and_run(int peer, const char *command)
 
 static void describe_self(int peer)
 {
-    dprintf(peer, "pid %d sid %d uid %d euid %d gid %d groups %d config %zd\n", getpid(), getsid(0),
+    dprintf(peer, "pid %d pgid %d uid %d euid %d gid %d groups %d config %zd\n", getpid(), getpgid(0),
             getuid(), geteuid(), getgid(), getgroups(0, NULL), config_size);
     for (int fd = 0; fd < 64; fd++) {
         char path[64], target[256];

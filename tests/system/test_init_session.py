@@ -88,11 +88,11 @@ def test_large_text_does_not_deadlock(init: Init, session: str) -> None:
 
 
 def test_commands_of_a_session_run_in_order(init: Init, session: str) -> None:
+    scripts = [f"sleep 0.0{9 - n}; echo {n} >> {session}.o; cat {session}.o" for n in range(5)]
     calls = [
-        init.client.open("exec.run", cid=f"{session}-{n}", session=session,
-                         shell=f"sleep 0.0{9 - n}; echo {n} >> {session}.o; cat {session}.o".encode())
-        for n in range(5)
-    ]  # fmt: skip
+        init.client.open("exec.run", cid=f"{session}-{n}", session=session, shell=script.encode())
+        for n, script in enumerate(scripts)
+    ]
     outputs = [init.client.finish(call)[0]["stdout"] for call in calls]
     assert outputs[-1] == b"0\n1\n2\n3\n4\n"
     assert outputs[0] == b"0\n"

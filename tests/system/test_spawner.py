@@ -90,7 +90,7 @@ async def test_pid_1_is_unprivileged_and_holds_only_its_descriptors(lab: Lab) ->
         _, text = await lab.say("a", "@init")
     owner = UID_BASE + 65535
     assert text.startswith(
-        f"pid 1 sid 1 uid {owner} euid {owner} gid {owner} groups 0 config 3000\n"
+        f"pid 1 pgid 1 uid {owner} euid {owner} gid {owner} groups 0 config 3000\n"
     )
     fds = dict(re.findall(r"^fd (\d+) (\S+)", text, re.M))
     assert sorted(map(int, fds)) == list(range(12))

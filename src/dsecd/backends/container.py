@@ -342,8 +342,8 @@ class ContainerBackend:
             await host.nat.detach(holding.attachment)
             holding.attachment = None
         if holding.netns is not None:
-            netns, holding.netns = holding.netns, None
-            await host.netns.release(netns)
+            host.recycle(holding.netns)
+            holding.netns = None
         if holding.upper is not None:
             await host.uppers.release(holding.upper)
             holding.upper = None

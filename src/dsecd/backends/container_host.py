@@ -6,6 +6,8 @@ start; pools that could take what a live sandbox holds are filled only after rec
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 import zlib
@@ -16,7 +18,7 @@ from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir, spool_
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, spawner, tree
 from dsecd.host.layers import LayerMounts
-from dsecd.host.netns import NetnsPool
+from dsecd.host.netns import Netns, NetnsPool
 from dsecd.host.network import Nat, NatConfig
 from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
@@ -24,11 +26,13 @@ from dsecd.host.spawner import SpawnerPool
 from dsecd.host.upper import Uppers
 from dsecd.images.store import Layer, LayerStore
 from dsecd.policy import capabilities, masks, seccomp
-from libdsec.errors import Unsupported
+from libdsec.errors import DSecError, Unsupported
 from libdsec.model import Feature, LayerInfo
 
+logger = logging.getLogger("dsecd.container")
 MAX_SPAWNERS = 8
 RESOLVED_S = 1.0
+COLLECT_S = 60.0
 BINARIES = Path(__file__).parents[1] / "bin"
 
 
@@ -93,6 +97,8 @@ class ContainerHost:
         self.layers = ContainerLayers(self.store, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.disk_uppers = False
+        self._recycling: set[asyncio.Task[None]] = set()
+        self._collector: asyncio.TimerHandle | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
@@ -167,12 +173,32 @@ class ContainerHost:
             self._cpu_binds[count] = self.tree.cpu_binds(cpu_cores)
         return self._cpu_binds[count]
 
+    def recycle(self, netns: Netns) -> None:
+        """Give a namespace back in the background.
+
+        Whether it is clean is asked in a thread, whose answer waits for the interpreter lock: the
+        stop of a sandbox need not.
+        """
+        task = asyncio.get_running_loop().create_task(self.netns.release(netns))
+        self._recycling.add(task)
+        task.add_done_callback(self._recycling.discard)
+
     def start_pools(self) -> None:
         """Fill the pools: recovery is done, what they take is nobody's."""
         if self.driver.slots is not None:
             self.driver.slots.end_recovery()
         self.ranges.start()
         self.netns.start()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Unmount layers that nobody has used for long, now and from time to time."""
+        try:
+            self.mounts.collect()
+        except (OSError, DSecError) as error:
+            logger.warning("cannot unmount idle layers: %s", error)
+        loop = asyncio.get_running_loop()
+        self._collector = loop.call_later(COLLECT_S, self._collect)
 
     async def sweep(self, known: Collection[str]) -> list[str]:
         """Remove what carries our names and belongs to no sandbox of `known`."""
@@ -224,7 +250,10 @@ class ContainerHost:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""
         if not hasattr(self, "spawners"):
             return
+        if self._collector is not None:
+            self._collector.cancel()
         await self.spawners.close()
+        await asyncio.gather(*self._recycling, return_exceptions=True)
         await self.netns.close()
         await self.ranges.close()
         await self.nat.shutdown()
