@@ -269,6 +269,7 @@ void child_enter(const struct child_fds *fds, struct mp_bytes user, struct mp_by
         limit.rlim_cur = limit.rlim_max = wanted;
         setrlimit(RLIMIT_NOFILE, &limit);
     }
-    become(user, groups, who);
+    /* Before the sandbox's files are looked at: /etc/passwd may be a link to /proc/self/fd/N/.. */
     place(fds);
+    become(user, groups, who);
 }

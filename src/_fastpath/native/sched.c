@@ -1,6 +1,5 @@
 #include "native/sched.h"
 
-#include <linux/prctl.h>
 #include <sys/prctl.h>
 
 #include "native/kernel.h"

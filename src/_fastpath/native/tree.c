@@ -1,5 +1,6 @@
 #include "native/tree.h"
 
+#include <limits.h>
 #include <dirent.h>
 #include <sys/stat.h>
 

@@ -145,6 +145,7 @@ class ContainerHost:
             read_only=chosen.read_only,
             caps=capabilities.mask(),
             seccomp=seccomp.default_filter(),
+            trace=self._config.log.level == "debug",
         )
 
     async def _start_spawners(self) -> SpawnerPool:

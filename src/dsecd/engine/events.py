@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 from libdsec.model import Event
 
@@ -60,10 +61,10 @@ class Subscription:
 class Bus:
     """Fan-out of events to the present subscriptions."""
 
-    def __init__(self, limit: int = QUEUE) -> None:
+    def __init__(self, limit: int = QUEUE, on_drop: Callable[[], None] = lambda: None) -> None:
         self._limit = limit
         self._subscriptions: set[Subscription] = set()
-        self.dropped = 0
+        self._on_drop = on_drop
 
     def subscribe(self, sandbox: str = "") -> Subscription:
         subscription = Subscription(sandbox, self._limit)
@@ -81,7 +82,7 @@ class Bus:
         event = Event(time=time.time(), sandbox=sandbox, kind=kind, detail=detail)  # type: ignore[arg-type]
         for subscription in self._subscriptions:
             if not subscription.push(event):
-                self.dropped += 1
+                self._on_drop()
 
     def close(self) -> None:
         for subscription in list(self._subscriptions):

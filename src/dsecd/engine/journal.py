@@ -8,7 +8,7 @@ millisecond after the last one under load. What nobody waits for comes along wit
 Checkpoints, which do fsync, run in a thread on their own connection.
 
 States of a row: ``intent`` (resources are taken, nothing may exist yet or everything),
-``running``, ``ending`` (being destroyed), ``ended`` (kept for a while to answer *why*).
+``running`` (also while it is being destroyed), ``ended`` (kept for a while to answer *why*).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHECKPOINT_BYTES = 4 << 20  # of WAL, before it is moved into the database
 GROUP_S = 0.001  # between commits under load
 POST_S = 0.02  # how long a row that nobody waits for may stay in memory
 RESTART_BYTES = 64 << 20  # of WAL, before writers are held up to start it afresh
-RowState = Literal["intent", "running", "ending", "ended"]
+RowState = Literal["intent", "running", "ended"]
 _UPSERT = (
     "INSERT INTO sandboxes (id, key, state, body) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (id) DO UPDATE SET state = excluded.state, body = excluded.body"

@@ -61,7 +61,7 @@ class Manager:
     ) -> None:
         self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
         self.admission = Admission(config.limits, host, backend.capabilities.files_each)
-        self.events = Bus()
+        self.events = Bus(on_drop=registry.events_dropped.add)
         self.live: dict[str, Sandbox] = {}
         self.ended: OrderedDict[str, Sandbox] = OrderedDict()
         self.creating = 0
@@ -165,6 +165,8 @@ class Manager:
         self._step("intent")
         instance = await self.backend.create(handle, sandbox.spec)
         self._install(sandbox, instance)
+        if instance.steps_us:
+            log.event(logger, logging.DEBUG, "steps", **instance.steps_us)
         self._step("created")
         await self.journal.write(sandbox.row("running", claimed=sandbox.waiters > 0))
         self._step("running")
@@ -253,7 +255,7 @@ class Manager:
         """Return the sandbox that has this idempotency key."""
         return self._by_key.get((owner, key))
 
-    def get(self, name: str, owner: str = "") -> Sandbox:
+    def get(self, name: str) -> Sandbox:
         """Return the sandbox, live or recently ended. Raises `NotFound`."""
         sandbox = self.live.get(name) or self.ended.get(name)
         if sandbox is None:

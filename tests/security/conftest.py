@@ -1,0 +1,61 @@
+"""One sandbox of a Debian base per module, with an ordinary user and the attack kit inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest_asyncio
+
+from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests.system.compat.debian import IMAGE, build, lend
+from tests.system.daemon import Daemon, daemon
+
+USER = "agent"
+_KIT = Path(__file__).with_name("kit.py")
+LIMITS = {"memory_limit_mb": 512, "cpu_cores_limit": 1, "disk_limit_mb": 256, "pids_limit": 200}
+
+
+@dataclass
+class Target:
+    """A daemon, its client, and the sandbox that is attacked."""
+
+    daemon: Daemon
+    client: DSecClient
+    sandbox: Sandbox
+
+    async def sibling(self, **args: Any) -> Sandbox:
+        """Make another sandbox, prepared in the same way."""
+        run = DSecContainerRunArgs(container_image=IMAGE, **{**LIMITS, **args})
+        sandbox = await self.client.run_container(run, timeout=60)
+        await sandbox.files.write("/attack/kit.py", _KIT.read_text())
+        await sandbox.run_shell(f"useradd -m {USER}", check=True)
+        return sandbox
+
+
+async def attack(sandbox: Sandbox, script: str, user: str = "root", timeout: float = 60) -> Any:
+    """Run `script` (Python, everything of kit.py imported) inside; return what it `report`s."""
+    whole = "import sys; sys.path.insert(0, '/attack')\nfrom kit import *\n" + script
+    done = await sandbox.run("python3", "-c", whole, user=user, timeout=timeout)
+    assert done.ok, f"{done}\n{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def target() -> AsyncIterator[Target]:
+    """The module's sandbox: tests leave it as they found it, or take a `sibling`."""
+    image = build()
+    async with daemon() as running:
+        lend(image, running.state)
+        async with DSecClient(f"unix:{running.socket}") as client:
+            made = Target(running, client, None)  # type: ignore[arg-type]
+            made.sandbox = await made.sibling()
+            yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def box(target: Target) -> Sandbox:
+    return target.sandbox

@@ -1,0 +1,380 @@
+"""dsec-init, PID 1 of a sandbox, against root and an ordinary user inside."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from libdsec import Sandbox
+from libdsec.errors import DSecError, NotFound
+from tests.security.conftest import USER, Target, attack
+
+pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
+BOTH = pytest.mark.parametrize("user", ["root", USER])
+
+
+@BOTH
+async def test_proc_shows_nothing_of_init(box: Sandbox, user: str) -> None:
+    found = await attack(
+        box,
+        """
+        names = "status cmdline environ maps mem fd fd/3 ns/mnt root cwd exe stat comm cgroup "
+        names += "mountinfo io limits syscall task fdinfo pagemap auxv stack timers"
+        report(
+            init={name: tried(os.lstat, f"/proc/1/{name}") for name in names.split()},
+            own=tried(os.lstat, f"/proc/{os.getpid()}/fd/0"),
+            listed=sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
+            me=os.getpid(),
+        )
+        """.replace("\n        ", "\n"),
+        user,
+    )
+    assert set(found["init"].values()) == {"ENOENT"}
+    assert found["own"] == "ok"
+    assert found["me"] in found["listed"]
+    assert 1 not in found["listed"]
+
+
+@BOTH
+async def test_signals_and_tracing_do_not_reach_init(box: Sandbox, user: str) -> None:
+    found = await attack(
+        box,
+        """
+import resource, struct
+child = os.fork()
+if child == 0:
+    os.execv("/bin/sleep", ["sleep", "30"])
+import time
+time.sleep(0.1)
+buffer = ctypes.create_string_buffer(64)
+local = struct.pack("QQ", ctypes.addressof(buffer), 8)
+def probes(pid):
+    handle = call("pidfd_open", pid, 0)
+    return {
+        "kill": tried(os.kill, pid, 0), "stop": tried(os.kill, pid, 19 if pid == 1 else 18),
+        "pidfd_getfd": trying("pidfd_getfd", handle, 3 if pid == 1 else 0, 0),
+        "pidfd_kill": trying("pidfd_send_signal", handle, 9 if pid == 1 else 18, 0, 0),
+        "setns": trying("setns", handle, NEWNS | NEWUTS),
+        "readv": trying("process_vm_readv", pid, local, 1, struct.pack("QQ", 0, 0), 1, 0),
+        "kcmp": trying("kcmp", pid, os.getpid(), 0, 0, 0),
+        "prlimit": trying("prlimit64", pid, 7, 0, buffer),
+        "affinity": tried(os.sched_setaffinity, pid, {0}),
+        "nice": tried(os.setpriority, os.PRIO_PROCESS, pid, 10),
+        "seize": trying("ptrace", 0x4206, pid, 0, 0),
+    }
+init, own = probes(1), probes(child)
+os.kill(child, 9)
+report(init=init, own=own)
+""",
+        user,
+    )
+    assert set(found["init"].values()) == {"EPERM"}
+    refused = {name for name, outcome in found["own"].items() if outcome != "ok"}
+    assert refused <= {"setns", "affinity"}  # of an own process only these need more than that
+    assert (await box.run("true")).ok
+
+
+# Seizes each process as soon as its number exists. EPERM: it was there and refused (the target's
+# memory is init's until its exec). An exec seen by the tracer would mean that it was caught before.
+RACE = r"""
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <stdlib.h>
+#include <time.h>
+#include <fcntl.h>
+#include <unistd.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+static int refused, seized_late, seized_early, files, fds, guesses;
+
+static void look(int pid)
+{
+    static const char *const names[] = { "environ", "mem", "maps", "fd/3", "fd/5", "fd/6", "root",
+                                         "cwd", "exe", "ns/mnt" };
+    char path[64], text[256];
+    for (unsigned i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(path, sizeof path, "/proc/%d/%s", pid, names[i]);
+        int fd = open(path, O_RDONLY);
+        if (fd < 0)
+            continue;
+        snprintf(path, sizeof path, "/proc/%d/comm", pid);
+        int comm = open(path, O_RDONLY);
+        ssize_t n = comm >= 0 ? read(comm, text, sizeof text) : -1;
+        files += n > 0 && !strncmp(text, "dsec-init", 9);
+        close(comm);
+        close(fd);
+    }
+    int handle = (int)syscall(SYS_pidfd_open, pid, 0);
+    for (int fd = 3; handle >= 0 && fd < 12; fd++) {
+        int got = (int)syscall(SYS_pidfd_getfd, handle, fd, 0);
+        if (got >= 0)
+            fds++, close(got);
+    }
+    if (handle >= 0)
+        close(handle);
+}
+
+int main(int argc, char **argv)
+{
+    time_t end = time(NULL) + atoi(argv[1]);
+    int stop = argc > 2, next = getpid() + 1;
+    printf("ready\n");
+    fflush(stdout);
+    while (time(NULL) < end)
+        for (int pid = next; pid < next + 3; pid++) {
+            guesses++;
+            if (stop) {
+                if (kill(pid, SIGSTOP) == 0) {
+                    printf("stopped %d\n", pid);
+                    return 0;
+                }
+                if (errno == EPERM && pid != next)
+                    next = pid;
+                continue;
+            }
+            if (ptrace(PTRACE_SEIZE, pid, 0, PTRACE_O_TRACEEXEC) < 0) {
+                if (errno == EPERM) {
+                    refused++;
+                    if (refused % 64 == 1)
+                        look(pid);
+                    if (pid != next)
+                        next = pid;
+                }
+                continue;
+            }
+            int status, early = 0;
+            while (waitpid(pid, &status, __WALL) == pid && WIFSTOPPED(status)) {
+                early |= status >> 8 == (SIGTRAP | PTRACE_EVENT_EXEC << 8);
+                ptrace(PTRACE_CONT, pid, 0, 0);
+            }
+            early ? seized_early++ : seized_late++;
+            next = pid + 1;
+        }
+    printf("{\"refused\": %d, \"late\": %d, \"early\": %d, \"files\": %d, \"fds\": %d}\n", refused,
+           seized_late, seized_early, files, fds);
+    return 0;
+}
+"""
+
+
+async def _compile(box: Sandbox, name: str, source: str) -> str:
+    await box.files.write(f"/attack/{name}.c", source)
+    await box.run_shell(f"gcc -O2 -o /attack/{name} /attack/{name}.c", check=True, timeout=60)
+    return f"/attack/{name}"
+
+
+async def test_children_of_init_cannot_be_caught_before_their_exec(target: Target) -> None:
+    box = await target.sibling(cpu_cores_limit=2)
+    program = await _compile(box, "race", RACE)
+    running = await box.commands.run([program, "8"], background=True)
+    await asyncio.sleep(0.3)
+    for _ in range(150):
+        await box.run("true", timeout=10)
+        with contextlib.suppress(NotFound):
+            await box.files.get_info("/attack/none")
+    lines = (await running.wait()).stdout.splitlines()
+    await box.stop()
+    import json
+
+    found = json.loads(lines[-1])
+    assert found["refused"] > 0, found  # control: it was fast enough to meet them
+    assert (found["early"], found["files"], found["fds"]) == (0, 0, 0), found
+
+
+async def test_a_child_stopped_before_its_exec_does_not_stop_init(target: Target) -> None:
+    box = await target.sibling(cpu_cores_limit=2)
+    program = await _compile(box, "race", RACE)
+    running = await box.commands.run([program, "10", "stop"], background=True)
+    await asyncio.sleep(0.3)
+    victims = [asyncio.create_task(box.run("true", timeout=2)) for _ in range(5)]
+    done, hanging = await asyncio.wait(victims, timeout=8)
+    assert (await box.run("echo", "alive", timeout=5)).stdout == "alive\n"
+    await running.kill()
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*victims, return_exceptions=True)
+    await box.stop()
+    assert not hanging, "a timeout must end a command that never came to its exec"
+
+
+@BOTH
+async def test_a_command_inherits_three_descriptors(box: Sandbox, user: str) -> None:
+    found = await attack(
+        box,
+        """
+own = os.open("/proc/self/fd", os.O_RDONLY)
+report(fds={n: os.readlink(f"/proc/self/fd/{n}") for n in os.listdir(own) if int(n) != own})
+""",
+        user,
+    )
+    assert set(found["fds"]) == {"0", "1", "2"}
+    async with await box.create_session(user=user) as session:
+        done = await session.run("ls -l /proc/self/fd | grep -c -- '->'; ls /proc/self/fd")
+        assert done.stdout.split() == ["4", "0", "1", "2", "3"]  # 3 is the listing's own
+
+
+async def test_a_terminal_gives_no_other_descriptor(box: Sandbox) -> None:
+    done = await box.commands.run("ls /proc/self/fd | tr '\\n' ' '", pty=True)
+    assert done.stdout_bytes.split() == [b"0", b"1", b"2", b"3"]
+
+
+@BOTH
+async def test_the_agents_socket_is_not_reachable(target: Target, user: str) -> None:
+    box = target.sandbox
+    path = target.daemon.runtime / "sb" / box.id / "agent.sock"
+    assert path.is_socket()  # control
+    found = await attack(
+        box,
+        f"""
+import socket, subprocess
+host = {str(path)!r}
+def connect(address):
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(address)
+names = [host, "/proc/1/root" + host, "/proc/1/cwd/agent.sock", "agent.sock", "\\0agent.sock",
+         "/proc/1/fd/3", "/run/dsec/dsecd.sock"]
+listed = peek("/proc/net/unix")
+found = subprocess.run(["find", "/", "-xdev", "-type", "s"], capture_output=True, text=True)
+with socket.socket(socket.AF_UNIX) as own, socket.socket(socket.AF_UNIX) as peer:
+    own.bind("\\0control"); own.listen()
+    control = tried(peer.connect, "\\0control")
+    mine = "@control" in peek("/proc/net/unix")
+report(outcomes={{n: tried(connect, n) for n in names}}, control=control, mine=mine,
+       listed="agent" in listed or "dsec" in listed, sockets=found.stdout)
+""",
+        user,
+    )
+    assert set(found["outcomes"].values()) <= {"ENOENT", "ECONNREFUSED", "ENOTDIR"}
+    assert (found["control"], found["mine"]) == ("ok", True)
+    assert not found["listed"]
+    assert "agent.sock" not in found["sockets"]
+
+
+async def test_init_refuses_a_peer_from_inside(target: Target) -> None:
+    """Should its socket ever become reachable: a process of the sandbox has a pid in its view."""
+    box = target.sandbox
+    pid = min(target.daemon.pids_of(box.id))
+    path = target.daemon.runtime / "sb" / box.id / "agent.sock"
+    code = (
+        "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        "s.settimeout(5); frame=bytes.fromhex('0000000d9400 01a87379732e70696e67 80'.replace(' ',''));"
+        "s.sendall(frame)\ntry: print(repr(s.recv(100)))\nexcept ConnectionError: print('reset')"
+    )
+    enter = ["nsenter", f"--pid=/proc/{pid}/ns/pid", "/usr/bin/python3", "-c", code, str(path)]
+    inside = await _output(enter)
+    assert inside in ("b''", "reset")
+    outside = await _output(["/usr/bin/python3", "-c", code, str(path)])
+    assert outside.startswith("b'\\x00\\x00\\x00") and outside.endswith("\\x01\\xc0'")  # its pong
+    assert (await box.run("true")).ok
+
+
+async def _output(command: list[str]) -> str:
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    return out.decode().strip()
+
+
+async def test_host_sees_no_root_among_the_sandboxs_processes(target: Target) -> None:
+    box = target.sandbox
+    commands = [
+        await box.commands.run(["sleep", "20"], background=True, user=u) for u in ("root", USER)
+    ]
+    base = 0x20000000
+    pids = target.daemon.pids_of(box.id)
+    init = min(pids)
+    ids = {pid: _status(pid) for pid in pids}
+    assert len(pids) >= 3
+    owner = ids[init]["Uid"][0]
+    assert owner >= base
+    assert (owner + 1) % 65536 == 0  # the last of its range, mapped nowhere
+    for pid, status in ids.items():
+        assert set(status["Groups"]) <= set(range(owner - 65535, owner + 1))
+        for value in (*status["Uid"], *status["Gid"]):
+            assert owner - 65535 <= value <= owner
+            assert (value == owner) == (pid == init)
+    assert _capabilities(init) == {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapAmb": 0}
+    for command in commands:
+        await command.kill()
+
+
+def _status(pid: int) -> dict[str, list[int]]:
+    lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {k: [int(v) for v in vs.split()] for k, vs in lines if k in ("Uid", "Gid", "Groups")}
+
+
+def _capabilities(pid: int) -> dict[str, int]:
+    lines = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {k: int(v, 16) for k, v in lines if k in ("CapInh", "CapPrm", "CapEff", "CapAmb")}
+
+
+async def test_init_carries_nothing_of_the_host(target: Target) -> None:
+    pid = min(target.daemon.pids_of(target.sandbox.id))
+    assert Path(f"/proc/{pid}/environ").read_bytes() == b""
+    assert Path(f"/proc/{pid}/cmdline").read_bytes() == b"dsec-init\0"
+    known = ("socket:", "/dev/null", "anon_inode:", "user:", "mnt:", "ipc:", "uts:", "cgroup:", "/")
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            assert os.readlink(f"/proc/{pid}/fd/{number}").startswith(known)
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "/etc/group"])
+async def test_account_files_do_not_lead_through_inits_descriptors(
+    target: Target, file: str
+) -> None:
+    """A link to /proc/self/fd/N/.. is followed by the process that looks users up (the kind of
+    CVE-2024-21626): it must hold no directory of the host by then."""
+    box = await target.sibling()
+    host = target.daemon.root / "planted"
+    host.write_text("planted:x:4242:4242::/leaked/from/host:/bin/false\n")
+    host.chmod(0o644)
+    try:
+        for number in range(13):
+            link = f"/proc/self/fd/{number}" + "/.." * 12 + str(host)
+            await box.run_shell(f"ln -sfn {link} {file}", user="0:0", check=True)
+            user = "planted" if file == "/etc/passwd" else "0:planted"
+            with pytest.raises(DSecError) as caught:
+                await box.run_shell("id; env", user=user)
+            assert "no such user" in str(caught.value), number
+    finally:
+        await box.stop()
+
+
+async def test_a_command_that_is_init_itself_cannot_change_it(target: Target) -> None:
+    """#!/proc/self/exe runs the host's dsec-init inside (CVE-2019-5736): it stays unwritable."""
+    box = await target.sibling()
+    binary = Path(os.readlink(f"/proc/{min(target.daemon.pids_of(box.id))}/exe"))
+    before = (binary.stat().st_mtime_ns, binary.stat().st_size)
+    await box.files.write("/evil", "#!/proc/self/exe\n", mode=0o755)
+    found = await attack(
+        box,
+        """
+import threading, time
+outcomes = set()
+def chase():
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if not os.readlink(f"/proc/{name}/exe").endswith("dsec-init"):
+                    continue
+                outcomes.add(tried(lambda: os.open(f"/proc/{name}/exe", os.O_WRONLY)))
+            except OSError:
+                continue
+chase()
+report(outcomes=sorted(outcomes))
+""",
+    )
+    with contextlib.suppress(DSecError):
+        await box.run("/evil", timeout=5)
+    assert "ok" not in found["outcomes"]
+    assert (binary.stat().st_mtime_ns, binary.stat().st_size) == before
+    await box.stop()
