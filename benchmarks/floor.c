@@ -5,7 +5,7 @@
  *
  * It shares the spawner's sources, so the isolation and its order are the same: EROFS lower idmapped for the
  * range, overlay, masks, two mount namespaces, PID 1 under an unmapped uid. What it lacks is Python, the
- * journal, requests and a scheduler; user and network namespaces and the cgroup are pooled. PID 1 is this program
+ * journal, requests and a scheduler; user and network namespaces are pooled. PID 1 is this program
  * too: it runs COMMAND (default /bin/true) once in the inner namespaces, under FILTER, for each connection.
  * The result is one JSON object: rate of all workers together and the median of each step in µs.
  */
@@ -108,12 +108,12 @@ static int be_init(void)
 /* --- a worker --------------------------------------------------------------------------------------- */
 
 struct worker {
-    int number, fds[3 + 1]; /* cgroup, user and network namespace, the layer */
+    int number, fds[FDS_GIVEN + 1]; /* user and network namespace, the layer */
     struct host host;
     struct container_plan plan;
     struct creation creation;
     struct destruction destruction;
-    char runtime[256], spool[256];
+    char cgroup[256], runtime[256], spool[256];
     char config[64u << 10];
 };
 
@@ -141,12 +141,16 @@ static int destroy_container(struct worker *w, int pidfd)
 {
     struct destruction *d = &w->destruction;
     d->pidfd = pidfd;
-    d->plan = (struct destroy_plan){ .cgroup = "", .runtime_dir = w->runtime, .spool_dir = w->spool,
+    d->netns = w->fds[1];
+    d->looks = 0;
+    d->plan = (struct destroy_plan){ .cgroup = w->cgroup, .runtime_dir = w->runtime, .spool_dir = w->spool,
                                      .upper_dir = "", .timeout_ms = 10000 };
     int error = begin_destroy(d, &w->host);
     struct pollfd entry = { .fd = pidfd, .events = POLLIN };
     poll(&entry, 1, 10000);
-    return error ? error : finish_destroy(d, &w->host);
+    while (error == 0 && (error = finish_destroy(d, &w->host)) == -EAGAIN)
+        error = poll(NULL, 0, RETRY_MS);
+    return error;
 }
 
 static void record(struct table *table, const struct worker *w, int column, int total,
@@ -205,7 +209,7 @@ static void fill_plan(struct worker *w)
                                          "etc/machine-id" };
     struct container_plan *plan = &w->plan;
 
-    *plan = (struct container_plan){ .sandbox = "floor", .runtime_dir = w->runtime,
+    *plan = (struct container_plan){ .sandbox = "floor", .cgroup = w->cgroup, .runtime_dir = w->runtime,
                                      .spool_dir = w->spool, .upper_dir = "", .dev_tree = "",
                                      .hostname = "floor", .fail_step = "", .lowers = 1,
                                      .uid_base = UID_BASE + 65536u * (uint32_t)w->number,
@@ -219,6 +223,7 @@ static void fill_plan(struct worker *w)
         };
     plan->masked_count = (uint32_t)options.mask_count;
     memcpy(plan->masked, options.masks, sizeof options.masks);
+    snprintf(w->cgroup, sizeof w->cgroup, "%s/%d", options.cgroup, w->number);
     snprintf(w->runtime, sizeof w->runtime, "%s/sb%d", options.folder, w->number);
     snprintf(w->spool, sizeof w->spool, "%s/spool%d", options.folder, w->number);
     fill_config(w);
@@ -227,20 +232,17 @@ static void fill_plan(struct worker *w)
 static void work(int number, int layer, struct table *table, int ready, int go)
 {
     static struct worker worker;
-    char path[512];
     const char *step = "";
     struct worker *w = &worker;
 
     w->number = number;
     signal(SIGCHLD, SIG_IGN);
     fill_plan(w);
-    snprintf(path, sizeof path, "%s/%d", options.cgroup, number);
-    w->fds[0] = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    w->fds[1] = make_userns(w->plan.uid_base, 65535, w->plan.owner_uid, &step);
-    w->fds[2] = w->fds[1] < 0 ? -1 : make_netns(&step);
-    w->fds[3] = layer;
-    if (w->fds[0] < 0 || w->fds[1] < 0 || w->fds[2] < 0)
-        die(path, -errno);
+    w->fds[0] = make_userns(w->plan.uid_base, 65535, w->plan.owner_uid, &step);
+    w->fds[1] = w->fds[0] < 0 ? w->fds[0] : make_netns(&step);
+    w->fds[2] = layer;
+    if (w->fds[1] < 0)
+        die(step, w->fds[1]);
     int error = enter_host(&w->host, "/proc/self/exe", &step);
     if (error < 0)
         die(step, error);
@@ -305,14 +307,8 @@ static void parse(int argc, char **argv)
 
 static void make_directories(void)
 {
-    char path[512];
     if ((mkdir(options.folder, 0700) < 0 && errno != EEXIST) || mkdir(options.cgroup, 0755) < 0)
         die("mkdir", -errno);
-    for (int i = 0; i < options.workers; i++) {
-        snprintf(path, sizeof path, "%s/%d", options.cgroup, i);
-        if (mkdir(path, 0755) < 0)
-            die(path, -errno);
-    }
 }
 
 static int run_workers(int layer, struct table *table, double *seconds)

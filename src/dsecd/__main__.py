@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -113,6 +114,11 @@ async def _serve(config: Config, keep: bool, step: Step) -> int:
     config.state.mkdir(parents=True, exist_ok=True, mode=0o700)
     service = Service(config, make_backend(config), Vitals(config.state), step)
     await service.start()
+    # what lives as long as the daemon need not be looked at again; cycles are rare here, and a full
+    # collection over thousands of sandboxes would be felt as latency
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     notifier = Notifier(os.environ)
     notifier.send("READY=1")
     try:

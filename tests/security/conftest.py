@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
-from collections.abc import AsyncIterator
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests import leaks
 from tests.system.compat.debian import IMAGE, build, lend
 from tests.system.daemon import Daemon, daemon
 
 USER = "agent"
 _KIT = Path(__file__).with_name("kit.py")
-LIMITS = {"memory_limit_mb": 512, "cpu_cores_limit": 1, "disk_limit_mb": 256, "pids_limit": 200}
+SETTLE_S = 5.0
+LIMITS: dict[str, Any] = {"memory_limit_mb": 512, "cpu_cores_limit": 1, "disk_limit_mb": 256, "pids_limit": 200}  # fmt: skip
 
 
 @dataclass
@@ -44,16 +51,30 @@ async def attack(sandbox: Sandbox, script: str, user: str = "root", timeout: flo
     return json.loads(done.stdout)
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """One census per module, around `target`: its daemon's pools grow and shrink between tests."""
+    yield
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def target() -> AsyncIterator[Target]:
     """The module's sandbox: tests leave it as they found it, or take a `sibling`."""
-    image = build()
+    image = await asyncio.to_thread(build)
+    own = str(os.getpid()) if os.environ.get("DSEC_LEAKS") == "own" else ""
+    scope = leaks.Scope(host=True, own=own)
+    before = leaks.take(scope)
     async with daemon() as running:
-        lend(image, running.state)
+        await asyncio.to_thread(lend, image, running.state)
         async with DSecClient(f"unix:{running.socket}") as client:
             made = Target(running, client, None)  # type: ignore[arg-type]
             made.sandbox = await made.sibling()
             yield made
+    deadline = time.monotonic() + SETTLE_S
+    while found := leaks.left_over(before, leaks.take(scope)):
+        assert time.monotonic() < deadline, f"left behind: {found}"
+        gc.collect()
+        await asyncio.sleep(0.05)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

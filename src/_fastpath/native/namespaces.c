@@ -147,15 +147,15 @@ int make_netns(const char **step)
     return status < 0 ? status : work.fd;
 }
 
-/* Read the /proc file of our network namespace whole. Returns its size or a negative errno. */
-static int read_net(const char *name, char *buffer, size_t room)
+/* Read the file of our network namespace in `proc` whole. Returns its size or a negative errno. */
+static int read_net(int proc, const char *name, char *buffer, size_t room)
 {
     char path[64];
     size_t size = 0;
     ssize_t got;
 
-    snprintf(path, sizeof path, "/proc/thread-self/net/%s", name);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    snprintf(path, sizeof path, "thread-self/net/%s", name);
+    int fd = openat(proc, path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
     while (size < room - 1 && (got = read(fd, buffer + size, room - 1 - size)) > 0)
@@ -184,31 +184,40 @@ static long number_after(const char *text, const char *label)
 }
 
 /* `used` and `tw` of sockstat are per namespace, and no socket of ours is open in it yet. */
-static int holds_sockets(char *buffer, size_t room)
+static int holds_sockets(int proc, char *buffer, size_t room)
 {
-    int size = read_net("sockstat", buffer, room);
+    int size = read_net(proc, "sockstat", buffer, room);
     return size <= 0 || number_after(buffer, "used ") != 0 || number_after(buffer, " tw ") != 0;
 }
 
-static int holds_interfaces(char *buffer, size_t room)
+static int holds_interfaces(int proc, char *buffer, size_t room)
 {
-    if (read_net("dev", buffer, room) <= 0 || lines_without(buffer, " lo:") != 2)
+    if (read_net(proc, "dev", buffer, room) <= 0 || lines_without(buffer, " lo:") != 2)
         return 1; /* two heading lines */
-    if (read_net("route", buffer, room) > 0 && lines_without(buffer, "Destination") != 0)
+    if (read_net(proc, "route", buffer, room) > 0 && lines_without(buffer, "Destination") != 0)
         return 1;
-    if (read_net("if_inet6", buffer, room) > 0 && lines_without(buffer, " lo\n") != 0)
+    if (read_net(proc, "if_inet6", buffer, room) > 0 && lines_without(buffer, " lo\n") != 0)
         return 1;
     return 0;
+}
+
+int own_netns_reusable(int proc)
+{
+    char buffer[4096];
+    return !holds_sockets(proc, buffer, sizeof buffer) &&
+           !holds_interfaces(proc, buffer, sizeof buffer);
 }
 
 static int inspect_netns(void *argument)
 {
     struct netns_work *work = argument;
-    char buffer[4096];
 
-    if (setns(work->fd, CLONE_NEWNET) < 0)
+    int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (proc < 0 || setns(work->fd, CLONE_NEWNET) < 0)
         return 2;
-    return holds_sockets(buffer, sizeof buffer) || holds_interfaces(buffer, sizeof buffer);
+    int reusable = own_netns_reusable(proc);
+    close(proc); /* the table of descriptors is shared with the caller */
+    return !reusable;
 }
 
 int netns_reusable(int netns)

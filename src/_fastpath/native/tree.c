@@ -1,7 +1,7 @@
 #include "native/tree.h"
 
-#include <limits.h>
 #include <dirent.h>
+#include <limits.h>
 #include <sys/stat.h>
 
 #include "native/kernel.h"

@@ -49,6 +49,28 @@ static int make_directory(struct creation *c, const char *path, bool may_exist, 
     return fd;
 }
 
+/* The owner may move its processes between groups of its own below; limits and cgroup.kill stay
+ * root's (cgroup v2, "Delegation"). */
+static int delegate(const struct creation *c, int group)
+{
+    static const char *const files[] = { "cgroup.procs", "cgroup.threads",
+                                         "cgroup.subtree_control" };
+    uid_t owner = c->plan->owner_uid;
+
+    for (unsigned i = 0; i < sizeof files / sizeof *files; i++)
+        if (fchownat(group, files[i], owner, owner, 0) < 0)
+            return -errno;
+    return (int)KERNEL(fchown(group, owner, owner));
+}
+
+static int make_cgroup(struct creation *c)
+{
+    if (!*c->plan->cgroup)
+        return 0;
+    int fd = c->fd[FD_CGROUP] = make_directory(c, c->plan->cgroup, false, &c->made_cgroup);
+    return fd < 0 ? fd : delegate(c, fd);
+}
+
 static int make_runtime(struct creation *c)
 {
     return c->fd[FD_RUNTIME] =
@@ -342,13 +364,14 @@ static int run_steps(struct creation *c, const int *fds)
 {
     struct steps *s = &c->steps;
     STEP(s, "limits", write_limits(c));
+    STEP(s, "cgroup", make_cgroup(c));
     STEP(s, "runtime_dir", make_runtime(c));
     STEP(s, "agent_socket", make_listener(c));
     STEP(s, "spool_dir", make_spool(c));
     STEP(s, "upper", make_upper(c));
     STEP(s, "upper_dirs", fill_upper(c));
     STEP(s, "files", make_files(c));
-    STEP(s, "lowers", map_lowers(c, fds + 3));
+    STEP(s, "lowers", map_lowers(c, fds + FDS_GIVEN));
     STEP(s, "overlay", make_overlay(c));
     STEP(s, "terminals", make_terminals(c));
     STEP(s, "bind_sources", clone_binds(c));
@@ -359,12 +382,24 @@ static int run_steps(struct creation *c, const int *fds)
 
 static void close_all(struct creation *c)
 {
-    for (int i = FD_RUNTIME; i <= FD_CONFIG; i++) /* given ones are the caller's, FD_NS_* the child's */
+    for (int i = FD_CGROUP; i <= FD_CONFIG; i++) /* given ones are the caller's, FD_NS_* the child's */
         close_if(&c->fd[i]);
     for (uint32_t i = 0; i < c->plan->lowers; i++)
         close_if(&c->lowers[i]);
     for (uint32_t i = 0; i < c->plan->bind_count; i++)
         close_if(&c->binds[i]);
+}
+
+/* A child that failed is dead, but may count for a moment longer. */
+static void remove_group(struct creation *c)
+{
+    const char *name;
+    int parent = host_parent(c->host, c->plan->cgroup, &name);
+    if (parent < 0)
+        return;
+    for (int tries = 0; tries < DEATH_TIMEOUT_MS && remove_cgroup(parent, name) == -EBUSY; tries++)
+        poll(NULL, 0, 1);
+    close(parent);
 }
 
 /* Mounts are detached and go with their descriptors; what has a name is removed. */
@@ -381,6 +416,8 @@ static void undo(struct creation *c)
         host_remove(c->host, c->plan->spool_dir);
     if (c->made_runtime)
         host_remove(c->host, c->plan->runtime_dir);
+    if (c->made_cgroup)
+        remove_group(c);
 }
 
 int create_container(struct creation *c, struct host *host,

@@ -15,9 +15,9 @@
 
 /* Descriptors of a creation; -1 when not (yet) there. */
 enum {
-    FD_CGROUP,   /* given: v2 directory of the sandbox, may be absent */
     FD_USERNS,   /* given */
     FD_NETNS,    /* given */
+    FD_CGROUP,   /* v2 directory of the sandbox, absent when the plan names none */
     FD_RUNTIME,  /* directory */
     FD_LISTENER, /* agent.sock */
     FD_SPOOL,    /* directory */
@@ -43,13 +43,13 @@ struct creation {
     int fd[FD_COUNT];
     int lowers[LOWERS_MAX];
     int binds[LIST_MAX];
-    bool made_runtime, made_spool, made_upper_dir, made_upper;
+    bool made_cgroup, made_runtime, made_spool, made_upper_dir, made_upper;
     int child_error; /* written by the child: it shares our memory */
     pid_t pid;
     int pidfd;
 };
 
-/* Build the container of `plan`. `fds`: cgroup, user and network namespace, then the lowers, bottom
+/* Build the container of `plan`. `fds`: user and network namespace, then the lowers, bottom
  * first; they stay the caller's. On success `pid` and `pidfd` are set and only `pidfd` is left open; on
  * failure nothing is left and the step is in `steps.current`. */
 int create_container(struct creation *creation, struct host *host,

@@ -7,6 +7,8 @@
 #include "native/tree.h"
 #include "spawner/steps.h"
 
+#define NETNS_LOOKS 8 /* RETRY_MS apart */
+
 static int kill_cgroup(const struct host *host, const char *path)
 {
     int directory = host_open(host, path, O_PATH | O_DIRECTORY);
@@ -24,6 +26,7 @@ static int kill_cgroup(const struct host *host, const char *path)
 int begin_destroy(struct destruction *d, const struct host *host)
 {
     d->step = "kill";
+    d->clean = false;
     d->deadline_ns = now_ns() + (uint64_t)d->plan.timeout_ms * 1000000u;
     int error = *d->plan.cgroup ? kill_cgroup(host, d->plan.cgroup) : 0;
     if (error == 0 && d->pidfd >= 0 &&
@@ -58,6 +61,13 @@ static int remove_rest(struct destruction *d, const struct host *host)
     return error;
 }
 
+/* The last socket of a dead process is counted until an RCU grace period has passed: look again. */
+static int inspect_network(struct destruction *d, const struct host *host)
+{
+    d->clean = host_netns_reusable(host, d->netns);
+    return d->clean || ++d->looks == NETNS_LOOKS ? 0 : -EAGAIN;
+}
+
 int finish_destroy(struct destruction *d, const struct host *host)
 {
     bool late = now_ns() > d->deadline_ns;
@@ -77,5 +87,8 @@ int finish_destroy(struct destruction *d, const struct host *host)
         if (error < 0)
             return error;
     }
-    return remove_rest(d, host);
+    int error = remove_rest(d, host);
+    if (error == 0 && d->netns >= 0)
+        error = inspect_network(d, host);
+    return error;
 }

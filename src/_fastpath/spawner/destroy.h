@@ -16,6 +16,9 @@ struct destruction {
     uint64_t request;     /* id to answer */
     uint64_t deadline_ns;
     int pidfd;            /* -1: the process is not known (any more) */
+    int netns;            /* -1: nobody asked about it */
+    int looks;            /* at the network namespace */
+    bool clean;
     const char *step;
     struct arena arena;   /* holds the strings of the plan */
     struct destroy_plan plan;

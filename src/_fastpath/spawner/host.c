@@ -8,6 +8,7 @@
 
 #include "native/kernel.h"
 #include "native/mounts.h"
+#include "native/namespaces.h"
 #include "native/process.h"
 #include "native/tree.h"
 
@@ -128,7 +129,10 @@ int enter_host(struct host *host, const char *init, const char **step)
     host->root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     host->host_mounts = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
     host->init = open(init, O_PATH | O_CLOEXEC);
-    if (host->root < 0 || host->host_mounts < 0 || host->init < 0)
+    host->proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    host->own_netns = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
+    if (host->root < 0 || host->host_mounts < 0 || host->init < 0 || host->proc < 0 ||
+        host->own_netns < 0)
         return -errno;
     *step = "unshare";
     if (unshare(CLONE_NEWNS) < 0)
@@ -210,6 +214,16 @@ int host_clone_mount(struct host *host, int fd, const char *path)
     }
     return fd >= 0 ? k_open_tree(fd, "", OPEN_TREE_CLONE | AT_EMPTY_PATH)
                    : k_open_tree(AT_FDCWD, path, OPEN_TREE_CLONE);
+}
+
+bool host_netns_reusable(const struct host *host, int netns)
+{
+    if (setns(netns, CLONE_NEWNET) < 0)
+        return false;
+    bool reusable = own_netns_reusable(host->proc);
+    if (setns(host->own_netns, CLONE_NEWNET) < 0)
+        abort(); /* a sandbox's namespace would leak into all that follows */
+    return reusable;
 }
 
 void host_return(struct host *host)

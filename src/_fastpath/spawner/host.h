@@ -16,6 +16,8 @@ struct host {
     int own_mounts;  /* ours */
     int null;        /* /dev/null */
     int init;        /* the executable of PID 1 */
+    int proc;        /* O_PATH of the host's /proc */
+    int own_netns;   /* network namespace of the host */
     bool may_lower_oom;
     bool away; /* in the host's mount namespace for the moment */
     void *stack, *helper_stack; /* CHILD_STACK bytes each */
@@ -37,6 +39,9 @@ int host_remove(const struct host *host, const char *path);
 /* A detached clone of the mount at descriptor `fd`, or of the host's `path` when `fd` is -1. Goes to the
  * host's mount namespace when the mount belongs to it, and stays there for the next one. */
 int host_clone_mount(struct host *host, int fd, const char *path);
+/* netns_reusable (native/namespaces.h) without a child: this process enters the namespace. */
+bool host_netns_reusable(const struct host *host, int netns);
+
 /* Back to our own mount namespace, where children are made. */
 void host_return(struct host *host);
 

@@ -49,6 +49,7 @@ struct reply {
     int error; /* negative errno */
     const char *step;
     const struct steps *times; /* NULL: none */
+    bool clean;
 };
 
 static void put_times(struct mp_writer *writer, const struct steps *steps)
@@ -68,7 +69,7 @@ static void answer(struct spawner *spawner, const struct reply *reply)
 
     mp_put_array(&writer, 2);
     mp_put_u64(&writer, reply->id);
-    mp_put_map(&writer, timed ? 4 : 3);
+    mp_put_map(&writer, 3u + timed + reply->clean);
     mp_put_text(&writer, "pid");
     mp_put_u64(&writer, (uint64_t)reply->pid);
     mp_put_text(&writer, "error");
@@ -77,6 +78,10 @@ static void answer(struct spawner *spawner, const struct reply *reply)
     mp_put_text(&writer, reply->step);
     if (timed)
         put_times(&writer, reply->times);
+    if (reply->clean) {
+        mp_put_text(&writer, "clean");
+        mp_put_bool(&writer, true);
+    }
 
     struct iovec part = { spawner->output, mp_written(&writer) };
     struct msghdr header = { .msg_iov = &part, .msg_iovlen = 1 };
@@ -109,7 +114,7 @@ static void create(struct spawner *spawner, struct message *message)
     struct reply reply = { .id = message->id, .pidfd = -1, .step = "plan" };
 
     reply.error = read_container_plan(&message->plan, &spawner->arena, &spawner->container);
-    if (reply.error == 0 && message->fd_count != 3 + spawner->container.lowers)
+    if (reply.error == 0 && message->fd_count != FDS_GIVEN + spawner->container.lowers)
         reply.error = -EBADMSG;
     if (reply.error == 0) {
         reply.error = create_container(c, &spawner->host, &spawner->container, message->fds);
@@ -130,10 +135,10 @@ static void advance(struct spawner *spawner, struct destruction *d, int error)
     if (error == -EAGAIN)
         return;
     close_if(&d->pidfd);
+    close_if(&d->netns);
     d->running = false;
-    struct reply reply = {
-        .id = d->request, .pidfd = -1, .error = error, .step = error ? d->step : ""
-    };
+    struct reply reply = { .id = d->request, .pidfd = -1, .error = error,
+                           .step = error ? d->step : "", .clean = error == 0 && d->clean };
     answer(spawner, &reply);
 }
 
@@ -148,12 +153,14 @@ static void destroy(struct spawner *spawner, struct message *message)
         refusal.error = -EBUSY;
         answer(spawner, &refusal);
     } else if (read_destroy_plan(&message->plan, &d->arena, &d->plan) < 0 ||
-               message->fd_count > 1) {
+               message->fd_count > 1u + d->plan.netns || message->fd_count < d->plan.netns) {
         answer(spawner, &refusal);
     } else {
         d->running = true;
         d->request = message->id;
-        d->pidfd = message->fd_count ? message->fds[0] : -1;
+        d->netns = d->plan.netns ? message->fds[message->fd_count - 1] : -1;
+        d->pidfd = message->fd_count > d->plan.netns ? message->fds[0] : -1;
+        d->looks = 0;
         message->fd_count = 0; /* taken over */
         advance(spawner, d, begin_destroy(d, &spawner->host));
     }

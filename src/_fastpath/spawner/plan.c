@@ -109,13 +109,16 @@ static int ended(const struct mp_reader *reader, bool complete)
 int read_container_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
 {
     *plan = (struct container_plan){
-        .sandbox = "", .upper_dir = "", .dev_tree = "", .hostname = "", .fail_step = ""
+        .sandbox = "", .cgroup = "", .upper_dir = "", .dev_tree = "", .hostname = "",
+        .fail_step = "",
     };
     start(arena);
     for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
         struct mp_bytes key = mp_get_str(reader);
         if (mp_equal(key, "sandbox"))
             plan->sandbox = text(reader, arena);
+        else if (mp_equal(key, "cgroup"))
+            plan->cgroup = text(reader, arena);
         else if (mp_equal(key, "lowers"))
             plan->lowers = number(reader);
         else if (mp_equal(key, "uid_base"))
@@ -180,6 +183,8 @@ int read_destroy_plan(struct mp_reader *reader, struct arena *arena, struct dest
             plan->upper_dir = text(reader, arena);
         else if (mp_equal(key, "timeout_ms"))
             plan->timeout_ms = number(reader);
+        else if (mp_equal(key, "netns"))
+            plan->netns = mp_get_bool(reader);
         else
             reader->failed = true;
     }

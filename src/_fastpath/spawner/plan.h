@@ -12,7 +12,8 @@
 #define MESSAGE_MAX (256u << 10) /* bytes of one message */
 #define LOWERS_MAX 64
 #define LIST_MAX 64 /* elements of any other list of a plan */
-#define FDS_MAX (3 + LOWERS_MAX)
+#define FDS_GIVEN 2 /* user and network namespace; then the lowers */
+#define FDS_MAX (FDS_GIVEN + LOWERS_MAX)
 
 struct file_write {
     const char *path, *value;
@@ -30,7 +31,8 @@ struct new_file {
 };
 
 struct container_plan {
-    const char *sandbox, *runtime_dir, *spool_dir, *upper_dir, *dev_tree, *hostname, *fail_step;
+    const char *sandbox, *cgroup, *runtime_dir, *spool_dir, *upper_dir, *dev_tree, *hostname;
+    const char *fail_step;
     uint32_t lowers, uid_base, owner_uid, upper_project;
     uint64_t upper_bytes;
     struct file_write writes[LIST_MAX];
@@ -46,6 +48,7 @@ struct container_plan {
 struct destroy_plan {
     const char *sandbox, *cgroup, *runtime_dir, *spool_dir, *upper_dir;
     uint32_t timeout_ms;
+    bool netns; /* the last descriptor is its network namespace: say whether it is reusable */
 };
 
 struct stage_plan {
