@@ -77,6 +77,7 @@ class Lab:
             "lowers": len(self.lowers),
             "uid_base": UID_BASE,
             "owner_uid": UID_BASE + 65535,
+            "cgroup": str(self.cgroup / name),
             "runtime_dir": str(self.folder / "sb" / name),
             "spool_dir": str(self.folder / "spool" / name),
             "upper_bytes": 16 << 20,
@@ -88,16 +89,8 @@ class Lab:
         return ContainerPlan(**(fields | changes))
 
     async def create(self, name: str, slot: Any = None, **changes: Any) -> Spawned:
-        group = self.cgroup / name
-        group.mkdir()
-        for part in ("", "cgroup.procs", "cgroup.subtree_control"):
-            os.chown(group / part, UID_BASE + 65535, UID_BASE + 65535)
-        fd = os.open(group, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fds = [fd, self.userns, self.netns, *self.lowers]
-            return await self.pool.create(self.plan(name, **changes), fds, slot)
-        finally:
-            os.close(fd)
+        fds = [self.userns, self.netns, *self.lowers]
+        return await self.pool.create(self.plan(name, **changes), fds, slot)
 
     async def destroy(self, name: str, spawned: Spawned | None, **changes: Any) -> None:
         fields: dict[str, Any] = {
@@ -106,10 +99,10 @@ class Lab:
             "runtime_dir": str(self.folder / "sb" / name),
             "spool_dir": str(self.folder / "spool" / name),
         }
-        pidfd = spawned.pidfd if spawned else None
-        await self.pool.destroy(DestroyPlan(**(fields | changes)), pidfd)
-        if pidfd is not None:
-            os.close(pidfd)
+        fds = [spawned.pidfd] if spawned else []
+        await self.pool.destroy(DestroyPlan(**(fields | changes)), *fds)
+        for fd in fds:
+            os.close(fd)
 
     @contextlib.asynccontextmanager
     async def container(self, name: str, **changes: Any) -> AsyncIterator[Spawned]:

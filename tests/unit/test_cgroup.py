@@ -303,12 +303,12 @@ def test_usage_on_hybrid_leaves_earlier_lives_out(hybrid: TwinFiles) -> None:
     (memory / "memory.kmem.usage_in_bytes").write_text("300\n")
     (memory / "memory.oom_control").write_text("oom_kill_disable 0\noom_kill 5\n")
     Path(slot.directories["pids"], "pids.current").write_text("8\n")
-    slot.cache_bytes, slot.kernel_bytes, slot.oom_kills = 6000, 100, 4
+    slot.residue_bytes, slot.oom_kills = 6100, 4
     assert driver.usage(cgroup, slot) == Usage(
-        memory_bytes=700 + 1000 + 2000 + 200, cache_bytes=2000, cpu_usage_s=2.5, pids=7, oom_kills=1
+        memory_bytes=700 + 1000 + 2200, cache_bytes=2200, cpu_usage_s=2.5, pids=7, oom_kills=1
     )
     assert driver.oom_kills(cgroup, slot) == 1
-    slot.cache_bytes = 1 << 40  # reclaimed since: never negative
+    slot.residue_bytes = 1 << 40  # reclaimed since: never negative
     assert driver.usage(cgroup, slot).cache_bytes == 0
     assert driver.usage(cgroup) == Usage(cpu_usage_s=2.5)
 
@@ -334,6 +334,7 @@ async def test_pool_fills_hands_out_once_and_recycles(hybrid: TwinFiles) -> None
     slot = taken[0]
     pids = Path(slot.directories["pids"], "pids.current")
     pids.write_text("1\n")  # a process is still leaving
+    Path(slot.directories["cpu"], "cpu.cfs_quota_us").write_text("1000\n")
     memory = Path(slot.directories["memory"])
     (memory / "memory.stat").write_text("cache 5000\nrss 0\nshmem 0\n")
     (memory / "memory.usage_in_bytes").write_text("5000\n")
@@ -343,9 +344,9 @@ async def test_pool_fills_hands_out_once_and_recycles(hybrid: TwinFiles) -> None
     assert slots.draining == 1
     pids.write_text("0\n")
     await until(lambda: slots.draining == 0)
-    assert (slot.cache_bytes, slot.oom_kills) == (5000, 3)
-    assert (memory / "memory.limit_in_bytes").read_text() == "-1"
-    assert hybrid.tags[str(memory)] == "5000 0 3"
+    assert (slot.residue_bytes, slot.oom_kills) == (5000, 3)
+    assert Path(slot.directories["cpu"], "cpu.cfs_quota_us").read_text() == "-1"
+    assert hybrid.tags[str(memory)] == "5000 3"
     with pytest.raises(Internal, match="twice"):
         slots.release(slot)
     for other in taken[1:]:
@@ -365,7 +366,7 @@ async def test_too_much_page_cache_is_trimmed(hybrid: TwinFiles) -> None:
     driver.slots.release(slot)
     await until(lambda: driver.slots.ready == 1)
     limits = [value for path, value in hybrid.writes if path.endswith("memory.limit_in_bytes")]
-    assert limits == ["-1", str(32 << 20), "-1"]
+    assert limits == [str(32 << 20), "-1"]
     await driver.close()
 
 
@@ -376,7 +377,8 @@ async def test_restarted_daemon_finds_slots_and_their_baseline(hybrid: TwinFiles
     live, dead = first.slots.acquire(), first.slots.acquire()
     Path(live.directories["memory"], "cgroup.procs").write_text("101\n102\n")
     Path(dead.directories["memory"], "cgroup.procs").write_text("103\n")
-    hybrid.tags[live.directories["memory"]] = "11 22 33"
+    Path(dead.directories["pids"], "pids.current").write_text("1\n")
+    hybrid.tags[live.directories["memory"]] = "11 33"
     # killed: no close
     assert first.slots._task is not None
     first.slots._task.cancel()
@@ -386,13 +388,14 @@ async def test_restarted_daemon_finds_slots_and_their_baseline(hybrid: TwinFiles
     second.start()
     assert second.list_slots() == {live.name: (101, 102), dead.name: (103,)}
     adopted = second.slots.adopt(live.name)
-    assert (adopted.cache_bytes, adopted.kernel_bytes, adopted.oom_kills) == (11, 22, 33)
+    assert (adopted.residue_bytes, adopted.oom_kills) == (11, 33)
     with pytest.raises(NotFound):
         second.slots.adopt(live.name)
     second.slots.end_recovery()
     fresh = second.slots.acquire()
     assert fresh.name not in (live.name, dead.name)
-    Path(dead.directories["memory"], "cgroup.procs").write_text("")
+    assert second.slots.ready == 0
+    Path(dead.directories["pids"], "pids.current").write_text("0\n")
     await until(lambda: second.slots.ready == 1)
     second.slots.release(fresh)
     await second.close()

@@ -40,6 +40,7 @@ def resources(**fields: object) -> Resources:
         "sandbox": "s0-n0-1-1",
         "uid_base": 1 << 28,
         "owner_uid": (1 << 28) + 65535,
+        "cgroup": "/sys/fs/cgroup/dsec/s0-n0-1-1",
         "lowers": 1,
     }
     return Resources(**(given | fields))

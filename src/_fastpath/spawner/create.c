@@ -34,13 +34,14 @@ static int write_limits(struct creation *c)
 }
 
 /* Make the directory `path` of the host and open it. `made` tells the undo. */
-static int make_directory(struct creation *c, const char *path, bool may_exist, bool *made)
+static int make_directory(struct creation *c, const char *path, mode_t mode, bool may_exist,
+                          bool *made)
 {
     const char *name;
     int parent = host_parent(c->host, path, &name);
     if (parent < 0)
         return parent;
-    int fd = (int)KERNEL(mkdirat(parent, name, 0700));
+    int fd = (int)KERNEL(mkdirat(parent, name, mode));
     *made = fd == 0;
     if (fd == 0 || (fd == -EEXIST && may_exist))
         fd = (int)KERNEL(
@@ -67,14 +68,14 @@ static int make_cgroup(struct creation *c)
 {
     if (!*c->plan->cgroup)
         return 0;
-    int fd = c->fd[FD_CGROUP] = make_directory(c, c->plan->cgroup, false, &c->made_cgroup);
+    int fd = c->fd[FD_CGROUP] = make_directory(c, c->plan->cgroup, 0755, false, &c->made_cgroup);
     return fd < 0 ? fd : delegate(c, fd);
 }
 
 static int make_runtime(struct creation *c)
 {
     return c->fd[FD_RUNTIME] =
-               make_directory(c, c->plan->runtime_dir, false, &c->made_runtime);
+               make_directory(c, c->plan->runtime_dir, 0700, false, &c->made_runtime);
 }
 
 /* Bound by a relative name: a path may be longer than the 108 bytes of sun_path. */
@@ -98,7 +99,7 @@ static int make_listener(struct creation *c)
 
 static int make_spool(struct creation *c)
 {
-    int fd = c->fd[FD_SPOOL] = make_directory(c, c->plan->spool_dir, false, &c->made_spool);
+    int fd = c->fd[FD_SPOOL] = make_directory(c, c->plan->spool_dir, 0700, false, &c->made_spool);
     if (fd < 0)
         return fd;
     return (int)KERNEL(fchown(fd, c->plan->owner_uid, c->plan->owner_uid));
@@ -119,7 +120,7 @@ static int make_memory_upper(struct creation *c)
 
 static int make_disk_upper(struct creation *c)
 {
-    int fd = make_directory(c, c->plan->upper_dir, true, &c->made_upper_dir);
+    int fd = make_directory(c, c->plan->upper_dir, 0700, true, &c->made_upper_dir);
     if (fd < 0)
         return fd;
     int result = 0;
@@ -363,8 +364,8 @@ static int start_child(struct creation *c)
 static int run_steps(struct creation *c, const int *fds)
 {
     struct steps *s = &c->steps;
-    STEP(s, "limits", write_limits(c));
     STEP(s, "cgroup", make_cgroup(c));
+    STEP(s, "limits", write_limits(c));
     STEP(s, "runtime_dir", make_runtime(c));
     STEP(s, "agent_socket", make_listener(c));
     STEP(s, "spool_dir", make_spool(c));

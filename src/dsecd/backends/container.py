@@ -168,7 +168,7 @@ class ContainerBackend:
         if spec.network == "nat":
             holding.attachment = await host.nat.attach(holding.netns, holding.sandbox)
         assert holding.range is not None
-        holding.cgroup = host.driver.make(holding.sandbox, holding.range.owner_uid)
+        holding.cgroup = host.driver.group(holding.sandbox)
         spawned = await self._spawn(holding, spec)
         holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
         await self._connect(holding)
@@ -185,13 +185,12 @@ class ContainerBackend:
         try:
             plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
             with host.mounts.lowers([digest for digest, _ in holding.layers]) as lowers:
-                fds = [holding.cgroup.fd, holding.range.userns_fd, holding.netns.fd, *lowers]
+                fds = [holding.range.userns_fd, holding.netns.fd, *lowers]
                 work = asyncio.ensure_future(host.spawners.create(plan, fds, slot))
                 cancelled = await settle(work)
         except BaseException:
             host.spawners.cancel(slot)
             raise
-        holding.cgroup.close()
         spawned = work.result()
         holding.slot = slot if isinstance(slot, Slot) else None
         if cancelled:
@@ -208,6 +207,7 @@ class ContainerBackend:
             sandbox=holding.sandbox,
             uid_base=holding.range.uid_base,
             owner_uid=holding.range.owner_uid,
+            cgroup=holding.cgroup.path,
             lowers=len(holding.layers),
             writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
             upper=holding.upper,
@@ -322,18 +322,20 @@ class ContainerBackend:
         host, template = self._host, self._host.template
         plan = DestroyPlan(
             sandbox=holding.sandbox,
-            cgroup=host.cgroup_path(holding.sandbox),
+            cgroup=host.driver.group(holding.sandbox).path,
             runtime_dir=runtime_dir(template, holding.sandbox),
             spool_dir=spool_dir(template, holding.sandbox),
             timeout_ms=DESTROY_TIMEOUT_MS,
+            netns=holding.netns is not None,
         )
-        await host.spawners.destroy(plan, holding.pidfd if holding.pidfd >= 0 else None)
+        fds = [holding.pidfd] if holding.pidfd >= 0 else []
+        if holding.netns is not None:
+            fds.append(holding.netns.fd)
+        clean = await host.spawners.destroy(plan, *fds)
         if holding.pidfd >= 0:
             os.close(holding.pidfd)
             holding.pidfd = -1
-        if holding.cgroup is not None:
-            holding.cgroup.close()
-            holding.cgroup = None
+        holding.cgroup = None
         if holding.slot is not None:
             if host.driver.slots is not None:
                 host.driver.slots.release(holding.slot)
@@ -341,8 +343,9 @@ class ContainerBackend:
         if holding.attachment is not None:
             await host.nat.detach(holding.attachment)
             holding.attachment = None
+            clean = False  # not looked at since its interface went
         if holding.netns is not None:
-            host.recycle(holding.netns)
+            host.netns.give_back(holding.netns, clean)
             holding.netns = None
         if holding.upper is not None:
             await host.uppers.release(holding.upper)

@@ -18,7 +18,7 @@ from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir, spool_
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, spawner, tree
 from dsecd.host.layers import LayerMounts
-from dsecd.host.netns import Netns, NetnsPool
+from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
 from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
@@ -97,7 +97,6 @@ class ContainerHost:
         self.layers = ContainerLayers(self.store, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.disk_uppers = False
-        self._recycling: set[asyncio.Task[None]] = set()
         self._collector: asyncio.TimerHandle | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
@@ -163,26 +162,12 @@ class ContainerHost:
         await pool.start()
         return pool
 
-    def cgroup_path(self, sandbox: str) -> str:
-        """Return the v2 directory of a sandbox, whether it is there or not."""
-        return f"{self.driver.tree.parent}/{sandbox}"
-
     def cpu_binds(self, cpu_cores: float) -> tuple[Bind, ...]:
         """Return what shows as many CPUs as the limit gives; looked up once per count."""
         count = self.tree.cpu_count(cpu_cores)
         if count not in self._cpu_binds:
             self._cpu_binds[count] = self.tree.cpu_binds(cpu_cores)
         return self._cpu_binds[count]
-
-    def recycle(self, netns: Netns) -> None:
-        """Give a namespace back in the background.
-
-        Whether it is clean is asked in a thread, whose answer waits for the interpreter lock: the
-        stop of a sandbox need not.
-        """
-        task = asyncio.get_running_loop().create_task(self.netns.release(netns))
-        self._recycling.add(task)
-        task.add_done_callback(self._recycling.discard)
 
     def start_pools(self) -> None:
         """Fill the pools: recovery is done, what they take is nobody's."""
@@ -213,7 +198,7 @@ class ContainerHost:
         for name in stale:
             plan = DestroyPlan(
                 sandbox=name,
-                cgroup=self.cgroup_path(name),
+                cgroup=self.driver.group(name).path,
                 runtime_dir=runtime_dir(self.template, name),
                 spool_dir=spool_dir(self.template, name),
             )
@@ -254,7 +239,6 @@ class ContainerHost:
         if self._collector is not None:
             self._collector.cancel()
         await self.spawners.close()
-        await asyncio.gather(*self._recycling, return_exceptions=True)
         await self.netns.close()
         await self.ranges.close()
         await self.nat.shutdown()

@@ -43,6 +43,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     sandbox: str
     uid_base: int
     owner_uid: int
+    cgroup: str
     lowers: int
     writes: tuple[FileWrite, ...] = ()
     upper: Upper | None = None
@@ -96,6 +97,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         lowers=given.lowers,
         uid_base=given.uid_base,
         owner_uid=given.owner_uid,
+        cgroup=given.cgroup,
         writes=given.writes,
         runtime_dir=runtime_dir(template, given.sandbox),
         spool_dir=spool_dir(template, given.sandbox),

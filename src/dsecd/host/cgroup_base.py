@@ -45,6 +45,10 @@ class TreeDriver(Driver):
     def make(self, sandbox_id: str, owner_uid: int) -> SandboxCgroup:
         return self.tree.make(sandbox_id, owner_uid)
 
+    def group(self, sandbox_id: str) -> SandboxCgroup:
+        """Return the directory of a sandbox whether it is there or not; a spawner makes it."""
+        return self.tree.group(sandbox_id)
+
     def find(self, sandbox_id: str) -> SandboxCgroup | None:
         """Return the directory of a sandbox that outlived the last daemon, or None."""
         return self.tree.find(sandbox_id)

@@ -91,12 +91,12 @@ class HybridDriver(TreeDriver):
         memory = slot.directories["memory"]
         stat = fields(self.files.read(f"{memory}/memory.stat"))
         shmem = stat.get("shmem", 0)
-        cache = max(0, stat.get("cache", 0) - shmem - slot.cache_bytes)
-        kernel = max(0, self.slots.kernel_bytes(slot) - slot.kernel_bytes)
+        cache = max(0, stat.get("cache", 0) - shmem)
+        own = max(0, cache + self.slots.kernel_bytes(slot) - slot.residue_bytes)
         pids = int(self.files.read(f"{slot.directories['pids']}/pids.current"))
         return Usage(
-            memory_bytes=stat.get("rss", 0) + shmem + cache + kernel,
-            cache_bytes=cache,
+            memory_bytes=stat.get("rss", 0) + shmem + own,
+            cache_bytes=min(cache, own),
             cpu_usage_s=cpu_usage_s,
             pids=max(0, pids - INIT_PIDS),
             oom_kills=self._kills(slot),

@@ -37,15 +37,14 @@ class SandboxCgroup:
 class Slot:
     """A pre-made set of v1 groups (cpu, memory, pids) that one sandbox inherits at its clone.
 
-    Page cache that an earlier life read in stays charged to the memory group. `cache_bytes`,
-    `kernel_bytes` and `oom_kills` hold what was there when this life began, so that `usage`
-    reports this life only.
+    Page cache that an earlier life read in stays charged to the memory group, and so does some
+    kernel memory. `residue_bytes` and `oom_kills` hold what was there when this life began, so that
+    `usage` reports this life only.
     """
 
     name: str
     directories: dict[str, str]  # controller → path
-    cache_bytes: int = 0
-    kernel_bytes: int = 0
+    residue_bytes: int = 0
     oom_kills: int = 0
     waits: int = field(default=0, compare=False)  # looks that found it still in use
 

@@ -84,7 +84,10 @@ class SlotPool:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="cgroup-slots")
 
     def acquire(self) -> Slot:
-        """Return an empty slot, with no limits set. Never waits. Raises `Exhausted`."""
+        """Return an empty slot; its limits may be an earlier life's. Never waits.
+
+        Raises `Exhausted`.
+        """
         try:
             slot = self._ready.popleft() if self._ready else self._make()
         except OSError as error:
@@ -106,8 +109,8 @@ class SlotPool:
         slot = self._unclaimed.pop(name, None)
         if slot is None:
             raise NotFound(f"no slot {name} waits to be adopted")
-        cache, kernel, kills = _parse_tag(self._files.tagged(slot.directories["memory"]))
-        slot.cache_bytes, slot.kernel_bytes, slot.oom_kills = cache, kernel, kills
+        tag = self._files.tagged(slot.directories["memory"])
+        slot.residue_bytes, slot.oom_kills = _parse_tag(tag)
         self._held[name] = slot
         return slot
 
@@ -219,17 +222,25 @@ class SlotPool:
                 await asyncio.sleep(0)
 
     async def _recycle(self, slot: Slot) -> None:
-        """Lift the limits, reclaim what is too much, take the baseline, make it ready."""
+        """Reclaim what is too much, take the baseline, make it ready.
+
+        Limits stay until the next life sets its own; only the CPU quota is lifted, because the
+        spawner that waits in the slot would be throttled by it. With no process left all that is
+        charged is residue, so one counter is the whole baseline.
+        """
         memory = slot.directories["memory"]
-        self._files.write(f"{memory}/memory.limit_in_bytes", "-1")
         self._files.write(f"{slot.directories['cpu']}/cpu.cfs_quota_us", "-1")
-        self._files.write(f"{slot.directories['pids']}/pids.max", "max")
-        if int(self._files.read(f"{memory}/memory.usage_in_bytes")) > self._trim_bytes:
+        usage = self._usage(memory)
+        if usage > self._trim_bytes:
             await asyncio.to_thread(self._trim, memory)
-        self._files.write(f"{memory}/memory.max_usage_in_bytes", "0")
-        slot.cache_bytes, slot.kernel_bytes, slot.oom_kills = self._baseline(memory)
-        self._files.tag(memory, f"{slot.cache_bytes} {slot.kernel_bytes} {slot.oom_kills}")
+            usage = self._usage(memory)
+        kills = fields(self._files.read(f"{memory}/memory.oom_control")).get("oom_kill", 0)
+        slot.residue_bytes, slot.oom_kills = usage, kills
+        self._files.tag(memory, f"{usage} {kills}")
         self._ready.append(slot)
+
+    def _usage(self, memory: str) -> int:
+        return int(self._files.read(f"{memory}/memory.usage_in_bytes"))
 
     def _trim(self, memory: str) -> None:
         """Reclaim down to `trim_bytes` by setting a limit for a moment; the group is empty."""
@@ -282,15 +293,8 @@ class SlotPool:
         return tuple(sorted(found))
 
     def _occupied(self, slot: Slot) -> bool:
-        """Return whether any process, also a dying one, is in any of the groups."""
-        pids = slot.directories["pids"]
-        return int(self._files.read(f"{pids}/pids.current")) > 0 or bool(self._pids(slot))
-
-    def _baseline(self, memory: str) -> tuple[int, int, int]:
-        stat = fields(self._files.read(f"{memory}/memory.stat"))
-        kills = fields(self._files.read(f"{memory}/memory.oom_control")).get("oom_kill", 0)
-        cache = max(0, stat.get("cache", 0) - stat.get("shmem", 0))
-        return cache, _kernel_bytes(self._files, memory), kills
+        """Return whether any process, also a dying one, is in the slot: in one group, in all."""
+        return int(self._files.read(f"{slot.directories['pids']}/pids.current")) > 0
 
     async def _remove(self, slot: Slot) -> None:
         """Remove the groups; a group that still has processes stays for the next daemon.
@@ -317,8 +321,8 @@ def _kernel_bytes(files: KernelFiles, memory: str) -> int:
         return 0
 
 
-def _parse_tag(text: str) -> tuple[int, int, int]:
+def _parse_tag(text: str) -> tuple[int, int]:
     parts = text.split()
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
-        return 0, 0, 0
-    return int(parts[0]), int(parts[1]), int(parts[2])
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        return 0, 0
+    return int(parts[0]), int(parts[1])

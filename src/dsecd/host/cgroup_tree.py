@@ -29,9 +29,7 @@ class SandboxTree:
 
     def make(self, sandbox_id: str, owner_uid: int) -> SandboxCgroup:
         """Make and delegate a directory, and open it. Raises `DSecError`; undoes a half success."""
-        if not _NAME.fullmatch(sandbox_id):
-            raise InvalidArgument(f"{sandbox_id!r} cannot name a cgroup", field="id")
-        path = f"{self.parent}/{sandbox_id}"
+        path = self.group(sandbox_id).path
         try:
             self.files.mkdir(path)
         except OSError as error:
@@ -43,6 +41,12 @@ class SandboxTree:
         except OSError as error:
             self.files.rmdir(path)
             raise _translate(error, f"delegate cgroup {path}") from error
+
+    def group(self, sandbox_id: str) -> SandboxCgroup:
+        """Name the directory of a sandbox. Raises `InvalidArgument`."""
+        if not _NAME.fullmatch(sandbox_id):
+            raise InvalidArgument(f"{sandbox_id!r} cannot name a cgroup", field="id")
+        return SandboxCgroup(sandbox_id, f"{self.parent}/{sandbox_id}")
 
     def find(self, sandbox_id: str) -> SandboxCgroup | None:
         """Return the directory of a sandbox that lived before this daemon, or None."""

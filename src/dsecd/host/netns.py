@@ -153,13 +153,28 @@ class NetnsPool:
 
     async def release(self, netns: Netns) -> None:
         """Take `netns` back once its sandbox's processes are gone; a second time does nothing."""
-        if self._lent.get(netns.fd) is not netns:
+        if self._take_back(netns):
+            await self._recycle(netns.fd)
+
+    def give_back(self, netns: Netns, clean: bool) -> None:
+        """`release` for one that has been looked at (`SpawnReply.clean`)."""
+        if not self._take_back(netns):
             return
+        if clean:
+            self._recycled += 1
+            self._free.append(netns.fd)
+        else:
+            self._discard(netns.fd)
+
+    def _take_back(self, netns: Netns) -> bool:
+        """Return whether the pool wants it; if not it is dealt with."""
+        if self._lent.get(netns.fd) is not netns:
+            return False
         del self._lent[netns.fd]
         if self._closed or len(self._free) >= self._depth:
             self._discard(netns.fd)
-        else:
-            await self._recycle(netns.fd)
+            return False
+        return True
 
     def adopt(self, init_pid: int) -> Netns:
         """Return the namespace in which the running process `init_pid` is, as lent.

@@ -15,7 +15,7 @@ PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socke
 
 # The steps of a creation, in order; `ContainerPlan.fail_step` and `SpawnReply.step` name one.
 STEPS = (
-    "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files", "lowers",
+    "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files", "lowers",
     "overlay", "terminals", "bind_sources", "config", "clone",
     # in the new process
     "root", "proc", "dev", "read_only", "masks", "binds", "netns", "helper",
@@ -27,7 +27,7 @@ STEPS = (
 
 
 class FileWrite(msgspec.Struct, array_like=True, frozen=True):
-    """Write `value` to the host file `path` before the clone (a limit of a pooled cgroup)."""
+    """Write `value` to the host file `path` before the clone (a limit of the sandbox's cgroup)."""
 
     path: str
     value: str
@@ -56,15 +56,15 @@ class NewFile(msgspec.Struct, array_like=True, frozen=True):
 class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     """One container. Paths are the host's unless said otherwise.
 
-    Descriptors passed beside the plan, in this order: cgroup v2 directory of the sandbox, user
-    namespace, network namespace, then one per lower layer (bottom first): a mount of the layer,
-    not yet idmapped.
+    Descriptors passed beside the plan, in this order: user namespace, network namespace, then one
+    per lower layer (bottom first): a mount of the layer, not yet idmapped.
     """
 
     sandbox: str
     lowers: int  # how many layer descriptors follow
     uid_base: int  # first host id of the range; inside 0..65534
     owner_uid: int  # host id that owns the user namespace: uid_base + 65535
+    cgroup: str = ""  # v2 directory: made, delegated to owner_uid, and entered by the clone
     writes: tuple[FileWrite, ...] = ()
     runtime_dir: str  # made by the spawner, mode 0700: agent.sock; gone after destroy
     spool_dir: str  # made by the spawner, owned by owner_uid: command output
@@ -86,8 +86,9 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
 class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The end of one container, in any state of being made or unmade; what is gone already is fine.
 
-    The pidfd of its PID 1 travels beside it when it is known. Everything in `cgroup` is killed;
-    when no process is left the group with its children and the directories are removed.
+    The pidfd of its PID 1 travels beside it when it is known, then, with `netns`, its network
+    namespace. Everything in `cgroup` is killed; when no process is left the group with its children
+    and the directories are removed, and `SpawnReply.clean` says whether the namespace is reusable.
     """
 
     sandbox: str
@@ -96,6 +97,7 @@ class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
     spool_dir: str = ""
     upper_dir: str = ""  # of a disk upper
     timeout_ms: int = 10_000  # for the processes to die
+    netns: bool = False
 
 
 class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
@@ -105,3 +107,4 @@ class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
     error: int = 0  # errno
     step: str = ""  # the step that failed
     micros: dict[str, int] = {}  # time of each step, when `trace` was asked
+    clean: bool = False  # of a destruction: nothing is left in its network namespace

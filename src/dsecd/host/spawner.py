@@ -447,6 +447,7 @@ class SpawnerPool:
                 await self.destroy(
                     DestroyPlan(
                         sandbox=plan.sandbox,
+                        cgroup=plan.cgroup,
                         runtime_dir=plan.runtime_dir,
                         spool_dir=plan.spool_dir,
                         upper_dir=plan.upper_dir,
@@ -458,15 +459,15 @@ class SpawnerPool:
                 worker.slot = worker_slot
                 self._release(worker)
 
-    async def destroy(self, plan: DestroyPlan, pidfd: int | None = None) -> None:
-        """Kill and remove the container of `plan`; safe to repeat. `pidfd` stays the caller's.
+    async def destroy(self, plan: DestroyPlan, *fds: int) -> bool:
+        """Kill and remove the container of `plan`; safe to repeat. `fds` stay the caller's.
 
-        Raises `Internal` naming the step, for instance when a process does not die in time.
+        Returns `SpawnReply.clean`. Raises `Internal` naming the step, for instance when a process does not die in time.
         """
         if not self._destroyers:
             raise Unavailable("no spawner process runs")
         worker = min(self._destroyers, key=lambda each: each.pending)
-        fds = () if pidfd is None else (pidfd,)
         reply, _ = await worker.call(OP_DESTROY, plan, fds)
         if reply.error:
             raise step_error(f"destroying {plan.sandbox}", reply.error, reply.step)
+        return reply.clean
