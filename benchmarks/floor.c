@@ -113,7 +113,7 @@ struct worker {
     struct container_plan plan;
     struct creation creation;
     struct destruction destruction;
-    char cgroup[256], runtime[256], spool[256];
+    char cgroup[256], runtime[256];
     char config[64u << 10];
 };
 
@@ -143,8 +143,7 @@ static int destroy_container(struct worker *w, int pidfd)
     d->pidfd = pidfd;
     d->netns = w->fds[1];
     d->looks = 0;
-    d->plan = (struct destroy_plan){ .cgroup = w->cgroup, .runtime_dir = w->runtime, .spool_dir = w->spool,
-                                     .upper_dir = "", .timeout_ms = 10000 };
+    d->plan = (struct destroy_plan){ .cgroup = w->cgroup, .runtime_dir = w->runtime, .upper_dir = "", .timeout_ms = 10000 };
     int error = begin_destroy(d, &w->host);
     struct pollfd entry = { .fd = pidfd, .events = POLLIN };
     poll(&entry, 1, 10000);
@@ -210,7 +209,7 @@ static void fill_plan(struct worker *w)
     struct container_plan *plan = &w->plan;
 
     *plan = (struct container_plan){ .sandbox = "floor", .cgroup = w->cgroup, .runtime_dir = w->runtime,
-                                     .spool_dir = w->spool, .upper_dir = "", .dev_tree = "",
+                                     .spool_dir = options.folder, .upper_dir = "", .dev_tree = "",
                                      .hostname = "floor", .fail_step = "", .lowers = 1,
                                      .uid_base = UID_BASE + 65536u * (uint32_t)w->number,
                                      .upper_bytes = UPPER_BYTES, .trace = true };
@@ -225,7 +224,6 @@ static void fill_plan(struct worker *w)
     memcpy(plan->masked, options.masks, sizeof options.masks);
     snprintf(w->cgroup, sizeof w->cgroup, "%s/%d", options.cgroup, w->number);
     snprintf(w->runtime, sizeof w->runtime, "%s/sb%d", options.folder, w->number);
-    snprintf(w->spool, sizeof w->spool, "%s/spool%d", options.folder, w->number);
     fill_config(w);
 }
 

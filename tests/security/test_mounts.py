@@ -157,6 +157,7 @@ def pivoted():
     masks = [umount("/old/proc/keys"), umount("/old/proc", DETACH), umount("/", DETACH)]
     os.chdir("/old")
     gone = umount("/old", DETACH)
+    os.chdir("/")
     for _ in range(64):
         os.chdir("..")
     return [masks, gone, os.listdir("/") == os.listdir(".") == ["old"]]

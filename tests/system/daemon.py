@@ -208,9 +208,8 @@ class Daemon:
     def remains(self) -> list[str]:
         """What sandboxes left in places that only sandboxes use."""
         found = [f"cgroup {name}" for name in self.cgroups()]
-        for directory in (self.runtime / "sb", self.state / "spool"):
-            if directory.is_dir():
-                found += [str(entry) for entry in directory.iterdir()]
+        if (self.runtime / "sb").is_dir():
+            found += [str(entry) for entry in (self.runtime / "sb").iterdir()]
         return found
 
 

@@ -79,7 +79,7 @@ class Lab:
             "owner_uid": UID_BASE + 65535,
             "cgroup": str(self.cgroup / name),
             "runtime_dir": str(self.folder / "sb" / name),
-            "spool_dir": str(self.folder / "spool" / name),
+            "spool_dir": str(self.folder / "spool"),
             "upper_bytes": 16 << 20,
             "files": (NewFile("etc/hostname", b"box\n"), NewFile("etc/x/y", b"deep", 0o600)),
             "masked": MASKED,
@@ -97,7 +97,6 @@ class Lab:
             "sandbox": name,
             "cgroup": str(self.cgroup / name),
             "runtime_dir": str(self.folder / "sb" / name),
-            "spool_dir": str(self.folder / "spool" / name),
         }
         fds = [spawned.pidfd] if spawned else []
         await self.pool.destroy(DestroyPlan(**(fields | changes)), *fds)

@@ -122,11 +122,11 @@ async def test_a_failed_layer_is_visible_to_the_client() -> None:
 
 async def test_left_overs_of_nobody_are_swept_at_start() -> None:
     async with daemon() as d:
-        await d.end()
+        d.kill()
         stray = "s0-t0-1-0zzzz"
-        for directory in (d.runtime / "sb" / stray, d.state / "spool" / stray):
-            directory.mkdir(parents=True)
-            (directory / "file").write_text("x")
+        directory = d.runtime / "sb" / stray
+        directory.mkdir(parents=True)
+        (directory / "file").write_text("x")
         for base in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
             if os.path.exists(f"{base}/cgroup.controllers"):  # noqa: PTH110
                 os.makedirs(f"{base}/{d.name}/{stray}", exist_ok=True)  # noqa: PTH103

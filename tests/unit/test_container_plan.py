@@ -50,7 +50,7 @@ def test_everything_asked_for_is_in_the_plan() -> None:
     asked = spec(env={"A": "b", "PATH": "/x"}, init_user="agent", workdir="/w", hostname="h",
                  no_new_privileges=True, output_limit_mb=2, spool_limit_mb=3)  # fmt: skip
     plan = compile_plan(TEMPLATE, asked, resources(writes=(FileWrite("/a", "1"),), cpus=(1,)))
-    assert (plan.runtime_dir, plan.spool_dir) == ("/run/x/sb/s0-n0-1-1", "/var/x/spool/s0-n0-1-1")
+    assert (plan.runtime_dir, plan.spool_dir) == ("/run/x/sb/s0-n0-1-1", "/var/x/spool")
     assert (plan.hostname, plan.cpus, plan.writes) == ("h", (1,), (FileWrite("/a", "1"),))
     config = msgspec.msgpack.decode(plan.init_config)
     assert config["env"] == {"PATH": "/x", "LANG": "C.UTF-8", "A": "b"}

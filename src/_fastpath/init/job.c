@@ -359,6 +359,7 @@ bool job_launch(struct job *job, const struct exec_args *args, struct failure *f
         return exhausted(failure, "no descriptor left for the command", err);
     }
     job->started_us = now_us();
+    job->deadline_us = job->timeout_us ? job->started_us + job->timeout_us : 0;
     pid_t pid = child_fork(cgroup_fd(job->cgroup));
     if (pid == 0)
         exec_child(args, &p.child);
@@ -398,7 +399,8 @@ uint64_t jobs_tick(uint64_t now)
 {
     uint64_t due = 0;
     for (struct job *job = jobs_next(NULL); job; job = jobs_next(job)) {
-        if (job->state != JOB_RUNNING || !job->deadline_us)
+        /* A command that root inside stopped before its exec is still starting. */
+        if ((job->state != JOB_RUNNING && job->state != JOB_STARTING) || !job->deadline_us)
             continue;
         if (now >= job->deadline_us) {
             job->timed_out = true;

@@ -97,12 +97,9 @@ static int make_listener(struct creation *c)
     return error;
 }
 
-static int make_spool(struct creation *c)
+static int open_spool(struct creation *c)
 {
-    int fd = c->fd[FD_SPOOL] = make_directory(c, c->plan->spool_dir, 0700, false, &c->made_spool);
-    if (fd < 0)
-        return fd;
-    return (int)KERNEL(fchown(fd, c->plan->owner_uid, c->plan->owner_uid));
+    return c->fd[FD_SPOOL] = host_open(c->host, c->plan->spool_dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
 }
 
 /* Its own file system: a shared one would need a quota that tmpfs lacks before 6.6. */
@@ -368,7 +365,7 @@ static int run_steps(struct creation *c, const int *fds)
     STEP(s, "limits", write_limits(c));
     STEP(s, "runtime_dir", make_runtime(c));
     STEP(s, "agent_socket", make_listener(c));
-    STEP(s, "spool_dir", make_spool(c));
+    STEP(s, "spool_dir", open_spool(c));
     STEP(s, "upper", make_upper(c));
     STEP(s, "upper_dirs", fill_upper(c));
     STEP(s, "files", make_files(c));
@@ -413,8 +410,6 @@ static void undo(struct creation *c)
     close_all(c);
     if (c->made_upper_dir)
         host_remove(c->host, c->plan->upper_dir);
-    if (c->made_spool)
-        host_remove(c->host, c->plan->spool_dir);
     if (c->made_runtime)
         host_remove(c->host, c->plan->runtime_dir);
     if (c->made_cgroup)

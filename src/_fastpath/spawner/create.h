@@ -20,7 +20,7 @@ enum {
     FD_CGROUP,   /* v2 directory of the sandbox, absent when the plan names none */
     FD_RUNTIME,  /* directory */
     FD_LISTENER, /* agent.sock */
-    FD_SPOOL,    /* directory */
+    FD_SPOOL,    /* directory, of all sandboxes */
     FD_UPPER,    /* detached mount that holds u/, w/ and s/ */
     FD_SHM,      /* detached clone of s/ */
     FD_LAYER_U,  /* directory u/: the upper */
@@ -43,7 +43,7 @@ struct creation {
     int fd[FD_COUNT];
     int lowers[LOWERS_MAX];
     int binds[LIST_MAX];
-    bool made_cgroup, made_runtime, made_spool, made_upper_dir, made_upper;
+    bool made_cgroup, made_runtime, made_upper_dir, made_upper;
     int child_error; /* written by the child: it shares our memory */
     pid_t pid;
     int pidfd;

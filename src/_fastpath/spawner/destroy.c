@@ -54,10 +54,6 @@ static int remove_rest(struct destruction *d, const struct host *host)
         d->step = "upper";
         error = host_remove(host, d->plan.upper_dir);
     }
-    if (error == 0) {
-        d->step = "spool_dir";
-        error = host_remove(host, d->plan.spool_dir);
-    }
     return error;
 }
 

@@ -167,7 +167,7 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
 int read_destroy_plan(struct mp_reader *reader, struct arena *arena, struct destroy_plan *plan)
 {
     *plan = (struct destroy_plan){ .sandbox = "", .cgroup = "", .upper_dir = "",
-                                   .runtime_dir = "", .spool_dir = "", .timeout_ms = 10000 };
+                                   .runtime_dir = "", .timeout_ms = 10000 };
     start(arena);
     for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
         struct mp_bytes key = mp_get_str(reader);
@@ -177,8 +177,6 @@ int read_destroy_plan(struct mp_reader *reader, struct arena *arena, struct dest
             plan->cgroup = text(reader, arena);
         else if (mp_equal(key, "runtime_dir"))
             plan->runtime_dir = text(reader, arena);
-        else if (mp_equal(key, "spool_dir"))
-            plan->spool_dir = text(reader, arena);
         else if (mp_equal(key, "upper_dir"))
             plan->upper_dir = text(reader, arena);
         else if (mp_equal(key, "timeout_ms"))

@@ -46,7 +46,7 @@ struct container_plan {
 };
 
 struct destroy_plan {
-    const char *sandbox, *cgroup, *runtime_dir, *spool_dir, *upper_dir;
+    const char *sandbox, *cgroup, *runtime_dir, *upper_dir;
     uint32_t timeout_ms;
     bool netns; /* the last descriptor is its network namespace: say whether it is reusable */
 };

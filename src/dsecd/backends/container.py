@@ -28,7 +28,6 @@ from dsecd.backends.container_plan import (
     memory_upper_bytes,
     on_disk,
     runtime_dir,
-    spool_dir,
 )
 from dsecd.config import Config
 from dsecd.host import processes
@@ -324,7 +323,6 @@ class ContainerBackend:
             sandbox=holding.sandbox,
             cgroup=host.driver.group(holding.sandbox).path,
             runtime_dir=runtime_dir(template, holding.sandbox),
-            spool_dir=spool_dir(template, holding.sandbox),
             timeout_ms=DESTROY_TIMEOUT_MS,
             netns=holding.netns is not None,
         )

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir, spool_dir
+from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.config import Config
-from dsecd.host import cgroup, probe, spawner, tree
+from dsecd.host import cgroup, probe, sockets, spawner, tree
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
@@ -105,8 +105,9 @@ class ContainerHost:
     async def start(self) -> None:
         """Build and start everything but the pools. Raises `Unsupported` with what is missing."""
         config = self._config
-        for directory in (self._sandboxes, self._spool):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o711)
+        sockets.mount(self._sandboxes)
+        self._spool.mkdir(parents=True, exist_ok=True)
+        self._spool.chmod(0o1733)  # every dsec-init puts files without a name here
         self.store.start()
         self.mounts.start()
         self.tree = tree.build(config.runtime)
@@ -191,16 +192,14 @@ class ContainerHost:
         found: dict[str, str] = {}
         for name in self.driver.list_sandboxes():
             found.setdefault(name, "cgroup")
-        for directory in (self._sandboxes, self._spool):
-            for entry in directory.iterdir():
-                found.setdefault(entry.name, str(entry))
+        for entry in self._sandboxes.iterdir():
+            found.setdefault(entry.name, str(entry))
         stale = {name: what for name, what in found.items() if name not in known}
         for name in stale:
             plan = DestroyPlan(
                 sandbox=name,
                 cgroup=self.driver.group(name).path,
                 runtime_dir=runtime_dir(self.template, name),
-                spool_dir=spool_dir(self.template, name),
             )
             await self.spawners.destroy(plan)
         uppers = await self.uppers.sweep(known)
@@ -247,6 +246,7 @@ class ContainerHost:
             self.uppers.teardown()
             self.mounts.teardown()
             tree.remove(self._config.runtime)
+            sockets.unmount(self._sandboxes)
         else:
             self.uppers.close()
             self.mounts.close()

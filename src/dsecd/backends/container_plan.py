@@ -85,10 +85,6 @@ def runtime_dir(template: Template, sandbox: str) -> str:
     return f"{template.runtime}/{sandbox}"
 
 
-def spool_dir(template: Template, sandbox: str) -> str:
-    return f"{template.spool}/{sandbox}"
-
-
 def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerPlan:
     """Return the plan of one container."""
     upper = given.upper
@@ -100,7 +96,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         cgroup=given.cgroup,
         writes=given.writes,
         runtime_dir=runtime_dir(template, given.sandbox),
-        spool_dir=spool_dir(template, given.sandbox),
+        spool_dir=template.spool,
         upper_dir=upper.dir if upper else "",
         upper_bytes=0 if upper else memory_upper_bytes(spec),
         upper_project=upper.project if upper else 0,

@@ -67,7 +67,7 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     cgroup: str = ""  # v2 directory: made, delegated to owner_uid, and entered by the clone
     writes: tuple[FileWrite, ...] = ()
     runtime_dir: str  # made by the spawner, mode 0700: agent.sock; gone after destroy
-    spool_dir: str  # made by the spawner, owned by owner_uid: command output
+    spool_dir: str  # for command output, in files without a name: one for all sandboxes
     upper_dir: str = ""  # "" → a tmpfs of `upper_bytes`, else a directory on the host's disk
     upper_bytes: int = 0
     upper_project: int = 0  # quota project id of a disk upper, 0: none
@@ -94,7 +94,6 @@ class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
     sandbox: str
     cgroup: str = ""  # v2 directory
     runtime_dir: str = ""
-    spool_dir: str = ""
     upper_dir: str = ""  # of a disk upper
     timeout_ms: int = 10_000  # for the processes to die
     netns: bool = False

@@ -449,7 +449,6 @@ class SpawnerPool:
                         sandbox=plan.sandbox,
                         cgroup=plan.cgroup,
                         runtime_dir=plan.runtime_dir,
-                        spool_dir=plan.spool_dir,
                         upper_dir=plan.upper_dir,
                     ),
                     pidfd,
