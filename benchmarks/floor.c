@@ -1,7 +1,7 @@
 /* dsec-floor: how fast this kernel makes, uses and destroys the very same sandbox from a bare C loop.
  *
  *     dsec-floor -i IMAGE [-n WORKERS] [-c COUNT] [-d DIR] [-g CGROUP] [-x COMMAND] [-s FILTER]
- *                [-m MASK]...
+ *                [-m MASK]... [-r READ_ONLY]... [-l GROUP=FILE=VALUE]...
  *
  * It shares the spawner's sources, so the isolation and its order are the same: EROFS lower idmapped for the
  * range, overlay, masks, two mount namespaces, PID 1 under an unmapped uid. What it lacks is Python, the
@@ -37,8 +37,9 @@
 
 static struct {
     const char *image, *folder, *cgroup, *command, *filter;
-    const char *masks[LIST_MAX];
-    int mask_count, workers, count;
+    const char *masks[LIST_MAX], *read_only[LIST_MAX];
+    char *limits[LIST_MAX]; /* a v1 group to live in, and a limit to set in it for each sandbox */
+    int mask_count, read_only_count, limit_count, workers, count;
 } options = { .folder = "/dev/shm/dsec-floor", .command = "/bin/true", .workers = 1, .count = 200 };
 
 /* Shared by all workers: one row a step, one column an operation. */
@@ -202,8 +203,6 @@ static void fill_config(struct worker *w)
 
 static void fill_plan(struct worker *w)
 {
-    static const char *const read_only[] = { "/proc/sys", "/proc/sysrq-trigger", "/proc/irq",
-                                             "/proc/bus" };
     static const char *const files[] = { "etc/hostname", "etc/hosts", "etc/resolv.conf",
                                          "etc/machine-id" };
     struct container_plan *plan = &w->plan;
@@ -214,8 +213,8 @@ static void fill_plan(struct worker *w)
                                      .uid_base = UID_BASE + 65536u * (uint32_t)w->number,
                                      .upper_bytes = UPPER_BYTES, .trace = true };
     plan->owner_uid = plan->uid_base + 65535;
-    for (; plan->read_only_count < 4; plan->read_only_count++)
-        plan->read_only[plan->read_only_count] = read_only[plan->read_only_count];
+    plan->read_only_count = (uint32_t)options.read_only_count;
+    memcpy(plan->read_only, options.read_only, sizeof options.read_only);
     for (; plan->file_count < 4; plan->file_count++)
         plan->files[plan->file_count] = (struct new_file){
             files[plan->file_count], { (const uint8_t *)"floor\n", 6 }, 0644
@@ -227,6 +226,30 @@ static void fill_plan(struct worker *w)
     fill_config(w);
 }
 
+/* One v1 group a worker, which its sandboxes inherit: what slots are to the daemon, without the moves. */
+static void enter_groups(struct worker *w)
+{
+    static char paths[LIST_MAX][512];
+    char procs[600];
+
+    for (int i = 0; i < options.limit_count; i++) {
+        const char *group = strtok(options.limits[i], "="), *file = strtok(NULL, "=");
+        const char *value = strtok(NULL, "=");
+        if (!value)
+            die("-l", -EINVAL);
+        snprintf(procs, sizeof procs, "%s/%d", group, w->number);
+        if (mkdir(procs, 0755) < 0 && errno != EEXIST)
+            die(procs, -errno);
+        snprintf(paths[i], sizeof paths[i], "%s/%d/%s", group, w->number, file);
+        snprintf(procs, sizeof procs, "%s/%d/cgroup.procs", group, w->number);
+        int fd = open(procs, O_WRONLY | O_CLOEXEC);
+        if (fd < 0 || write(fd, "0", 1) < 0)
+            die(procs, -errno);
+        close(fd);
+        w->plan.writes[w->plan.write_count++] = (struct file_write){ paths[i], value };
+    }
+}
+
 static void work(int number, int layer, struct table *table, int ready, int go)
 {
     static struct worker worker;
@@ -236,6 +259,7 @@ static void work(int number, int layer, struct table *table, int ready, int go)
     w->number = number;
     signal(SIGCHLD, SIG_IGN);
     fill_plan(w);
+    enter_groups(w);
     w->fds[0] = make_userns(w->plan.uid_base, 65535, w->plan.owner_uid, &step);
     w->fds[1] = w->fds[0] < 0 ? w->fds[0] : make_netns(&step);
     w->fds[2] = layer;
@@ -277,7 +301,7 @@ static void print(struct table *table, double seconds)
 static void parse(int argc, char **argv)
 {
     int option;
-    while ((option = getopt(argc, argv, "i:n:c:d:g:x:s:m:")) != -1) {
+    while ((option = getopt(argc, argv, "i:n:c:d:g:x:s:m:r:l:")) != -1) {
         if (option == 'i')
             options.image = optarg;
         else if (option == 'n')
@@ -294,6 +318,10 @@ static void parse(int argc, char **argv)
             options.filter = optarg;
         else if (option == 'm' && options.mask_count < LIST_MAX)
             options.masks[options.mask_count++] = optarg;
+        else if (option == 'r' && options.read_only_count < LIST_MAX)
+            options.read_only[options.read_only_count++] = optarg;
+        else if (option == 'l' && options.limit_count < LIST_MAX)
+            options.limits[options.limit_count++] = optarg;
         else
             exit(2);
     }

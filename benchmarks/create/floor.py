@@ -1,7 +1,7 @@
 """The bare C loop with a sandbox's isolation, which no daemon can beat on this machine.
 
 `dsec-floor` (floor.c) is built with the daemon's native programs, since it shares the spawner's
-sources. It gets the daemon's own seccomp filter and masks, and keeps its directories where the
+sources. It gets the daemon's own seccomp filter, masks and limits, and keeps its directories where the
 bench's daemons keep theirs. It runs a fixed count, chosen from its last rate to fill the round.
 """
 
@@ -25,6 +25,11 @@ import dsecd
 from dsecd.policy import masks, seccomp
 
 BINARY = Path(dsecd.__file__).parent / "bin" / "dsec-floor"
+V1_LIMITS = {  # of every sandbox of the bench (sdk.arguments)
+    "memory.limit_in_bytes": 256 << 20,
+    "cpu.cfs_quota_us": 100_000,
+    "pids.max": 1024,
+}
 FIRST_COUNT = 20  # per worker, before any rate is known
 
 
@@ -36,8 +41,21 @@ def command(folder: Path, group: Path, image: Path) -> list[str]:
     """Return the arguments that do not change between rounds."""
     argv = [str(BINARY), "-i", str(image), "-d", str(folder / "loop"), "-g", str(group / "loop")]
     argv += ["-x", COMMAND[0], "-s", str(folder / "filter")]
-    for mask in masks.for_host().masked:
+    chosen = masks.for_host()
+    for mask in chosen.masked:
         argv += ["-m", mask]
+    for path in chosen.read_only:
+        argv += ["-r", path]
+    return argv
+
+
+def limits(group: str) -> list[str]:
+    """Return the arguments that give the loop's sandboxes their v1 limits, as slots give ours."""
+    argv = []
+    for root in cgroups.hierarchies():
+        for file, value in V1_LIMITS.items():
+            if not cgroups.is_v2(root) and (root / group / file).exists():
+                argv += ["-l", f"{root / group}={file}={value}"]
     return argv
 
 
@@ -84,7 +102,7 @@ class Floor:
         cgroups.make(self._group)
         self._folder.mkdir(mode=0o711)
         (self._folder / "filter").write_bytes(seccomp.default_filter())
-        self._argv = command(self._folder, v2 / self._group, self._image)
+        self._argv = command(self._folder, v2 / self._group, self._image) + limits(self._group)
 
     def round(self, concurrency: int, seconds: float) -> Round:
         """Create → `true` → destroy in `concurrency` processes, for about `seconds`."""

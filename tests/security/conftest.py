@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from tests.system.daemon import Daemon, daemon
 USER = "agent"
 _KIT = Path(__file__).with_name("kit.py")
 SETTLE_S = 5.0
-LIMITS: dict[str, Any] = {"memory_limit_mb": 512, "cpu_cores_limit": 1, "disk_limit_mb": 256, "pids_limit": 200}  # fmt: skip
+LIMITS: dict[str, Any] = {
+    "memory_limit_mb": 512,
+    "cpu_cores_limit": 1,
+    "disk_limit_mb": 256,
+    "pids_limit": 200,
+}
 
 
 @dataclass
@@ -52,9 +57,8 @@ async def attack(sandbox: Sandbox, script: str, user: str = "root", timeout: flo
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind() -> None:
     """One census per module, around `target`: its daemon's pools grow and shrink between tests."""
-    yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

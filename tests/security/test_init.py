@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -192,21 +192,44 @@ async def test_children_of_init_cannot_be_caught_before_their_exec(target: Targe
     assert (found["early"], found["files"], found["fds"]) == (0, 0, 0), found
 
 
-async def test_a_child_stopped_before_its_exec_does_not_stop_init(target: Target) -> None:
+STOPPABLE: dict[str, Callable[[Sandbox], Awaitable[object]]] = {
+    "command": lambda box: box.run("true", timeout=1),
+    "file": lambda box: box.files.read("/etc/hostname"),
+    "session": lambda box: box.create_session(),
+}
+HANGS = pytest.mark.xfail(reason="init waits for a child that root inside stopped", strict=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "command",
+        pytest.param("file", marks=HANGS),
+        pytest.param("session", marks=HANGS),
+    ],
+)
+async def test_a_child_stopped_from_inside_does_not_hold_its_call(
+    target: Target, kind: str
+) -> None:
+    """Root inside may signal a child of init as soon as that is in the user namespace."""
     box = await target.sibling(cpu_cores_limit=2)
     program = await _compile(box, "race", RACE)
-    running = await box.commands.run([program, "10", "stop"], background=True)
-    await asyncio.sleep(0.3)
-    victims = [asyncio.create_task(box.run("true", timeout=2)) for _ in range(5)]
-    _, hanging = await asyncio.wait(victims, timeout=8)
-    assert (await box.run("echo", "alive", timeout=5)).stdout == "alive\n"
-    met = (await running.wait()).stdout
-    for task in hanging:
-        task.cancel()
-    await asyncio.gather(*victims, return_exceptions=True)
+    met = 0
+    for _ in range(3):
+        running = await box.commands.run([program, "10", "stop"], background=True)
+        await asyncio.sleep(0.2)
+        calls = [asyncio.ensure_future(STOPPABLE[kind](box)) for _ in range(4)]
+        _, hanging = await asyncio.wait(calls, timeout=4)
+        assert (await box.run("echo", "alive", timeout=5)).stdout == "alive\n"
+        for task in hanging:
+            task.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        met += (await running.wait()).stdout.count("stopped")
+        if hanging:
+            await box.stop()
+        assert not hanging, outcomes
     await box.stop()
-    assert "stopped" in met  # control
-    assert not hanging, "a timeout must end a command that never came to its exec"
+    assert met  # control
 
 
 @BOTH
@@ -331,9 +354,9 @@ async def test_init_carries_nothing_of_the_host(target: Target) -> None:
     assert Path(f"/proc/{pid}/environ").read_bytes() == b""
     assert Path(f"/proc/{pid}/cmdline").read_bytes() == b"dsec-init\0"
     known = ("socket:", "/dev/null", "anon_inode:", "user:", "mnt:", "ipc:", "uts:", "cgroup:", "/")
-    for number in os.listdir(f"/proc/{pid}/fd"):
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            assert os.readlink(f"/proc/{pid}/fd/{number}").startswith(known)
+            assert str(entry.readlink()).startswith(known)
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd", "/etc/group"])
@@ -358,10 +381,41 @@ async def test_account_files_do_not_lead_through_inits_descriptors(
         await box.stop()
 
 
+async def test_hostile_shells_directories_and_terminals_are_errors(target: Target) -> None:
+    """What init opens on behalf of a call may be anything: it answers, and never waits."""
+    box = await target.sibling()
+    await box.run_shell("mkfifo /fifo; mkdir /mnt/e; touch /plain", check=True)
+
+    async def refused(action: Awaitable[object]) -> bool:
+        with pytest.raises(DSecError):
+            await asyncio.wait_for(action, 5)
+        return True
+
+    for where in ("/proc/self/fd/3", "/proc/1/cwd", "/fifo", "/proc/self/exe", "/plain"):
+        assert await refused(box.run("true", cwd=where))
+    assert await refused(box.run("/fifo"))
+    for over in ("/fifo", "/plain", "/dev/null", "/dev/zero"):
+        # a command's mount is the sandbox's: its namespace is one
+        await box.run_shell(f"mount --bind {over} /dev/pts/ptmx", check=True)
+        assert await refused(box.pty.create(cmd=["true"]))
+        await box.run_shell("umount /dev/pts/ptmx", check=True)
+    done = await (await box.pty.create(cmd=["echo", "control"])).wait()
+    assert done.stdout_bytes == b"control\r\n"
+    for over in ("/fifo", "/mnt/e"):
+        await box.run_shell(f"rm -rf /bin/bash; cp -a {over} /bin/bash", check=True)
+        outcome = await asyncio.gather(
+            asyncio.wait_for(box.run_shell("echo x"), 5), return_exceptions=True
+        )
+        assert isinstance(outcome[0], DSecError) or outcome[0].stdout == "x\n"  # by /bin/sh
+        assert (await box.run("/bin/dash", "-c", "cp -a /bin/dash /bin/bash.n; rm -rf /bin/bash;"
+                              " mv /bin/bash.n /bin/bash")).ok  # fmt: skip
+    await box.stop()
+
+
 async def test_a_command_that_is_init_itself_cannot_change_it(target: Target) -> None:
     """#!/proc/self/exe runs the host's dsec-init inside (CVE-2019-5736): it stays unwritable."""
     box = await target.sibling()
-    binary = Path(os.readlink(f"/proc/{min(target.daemon.pids_of(box.id))}/exe"))
+    binary = Path(f"/proc/{min(target.daemon.pids_of(box.id))}/exe").readlink()
     before = (binary.stat().st_mtime_ns, binary.stat().st_size)
     await box.files.write("/evil", "#!/proc/self/exe\n", mode=0o755)
     found = await attack(

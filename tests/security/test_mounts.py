@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import subprocess
@@ -16,7 +17,16 @@ from tests.security.conftest import USER, Target, attack
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 BOTH = pytest.mark.parametrize("user", ["root", USER])
-LOCKED = ("/proc", "/proc/sys", "/proc/keys", "/proc/bus", "/proc/kallsyms", "/dev", "/dev/pts", "/sys")
+LOCKED = (
+    "/proc",
+    "/proc/sys",
+    "/proc/keys",
+    "/proc/bus",
+    "/proc/kallsyms",
+    "/dev",
+    "/dev/pts",
+    "/sys",
+)
 
 
 @BOTH
@@ -27,7 +37,8 @@ async def test_mounts_of_the_sandbox_are_locked(box: Sandbox, user: str) -> None
 before = peek("/proc/self/mountinfo")
 def probe(path):
     return {{
-        "umount": umount(path), "detach": umount(path, DETACH), "move": mount(path, "/mnt", "", MOVE),
+        "umount": umount(path), "detach": umount(path, DETACH),
+        "move": mount(path, "/mnt", "", MOVE),
         "writable": mount("none", path, "", REMOUNT | BIND),
         "devices": mount("none", path, "", REMOUNT | BIND | RDONLY),
         "superblock": mount("none", path, "", REMOUNT),
@@ -85,7 +96,9 @@ report(
 
 
 async def test_file_systems_that_can_be_mounted(box: Sandbox) -> None:
-    kinds = "proc sysfs devtmpfs debugfs tracefs securityfs bpf configfs pstore ext4 xfs btrfs erofs "
+    kinds = (
+        "proc sysfs devtmpfs debugfs tracefs securityfs bpf configfs pstore ext4 xfs btrfs erofs "
+    )
     kinds += "squashfs vfat iso9660 fuse 9p nfs autofs tmpfs mqueue devpts"
     found = await attack(
         box,
@@ -250,6 +263,11 @@ def _busybox(root: Path) -> None:
         (root / "bin" / name).symlink_to("busybox")
 
 
+def _mkfs(image: Path, root: Path) -> None:
+    command = ["mkfs.erofs", "-Enoinline_data", image, root]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 async def test_a_device_node_of_a_layer_cannot_be_opened(target: Target) -> None:
     """The import leaves devices out; an image from elsewhere may hold /dev/mem of mode 0666."""
     root = target.daemon.root / "evil"
@@ -259,7 +277,7 @@ async def test_a_device_node_of_a_layer_cannot_be_opened(target: Target) -> None
         os.mknod(root / name, 0o20666, device)
         (root / name).chmod(0o666)
     image = target.daemon.root / "evil.erofs"
-    subprocess.run(["mkfs.erofs", "-Enoinline_data", image, root], check=True, capture_output=True)
+    await asyncio.to_thread(_mkfs, image, root)
     digest = hashlib.sha256(image.read_bytes()).hexdigest()
     image.rename(target.daemon.state / "layers" / f"{digest}.erofs")
     store = LayerStore(target.daemon.state / "layers")

@@ -1,9 +1,10 @@
-"""Two sandboxes on one host, and one after the other: neither sees or changes anything of the other."""
+"""Sandboxes side by side, and one after the other: none sees or changes anything of another."""
 
 from __future__ import annotations
 
 import hashlib
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,7 @@ for path in ("/tmp/{MARK}", "/dev/shm/{MARK}", "/etc/{MARK}"):
 """
 LOOK = f"""
 import socket
+from pathlib import Path
 def unix(name):
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(name)
@@ -120,8 +122,8 @@ async def test_what_root_overwrites_stays_in_its_sandbox(target: Target) -> None
     await evil.stop()
 
 
-def _digest(path: object) -> str:
-    with open(str(path), "rb") as file:
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -164,6 +166,7 @@ async def test_the_hosts_loopback_is_another(box: Sandbox, user: str) -> None:
             box,
             f"""
 import socket
+from pathlib import Path
 report(tcp=tried(lambda: socket.create_connection(("127.0.0.1", {port}), 2)),
        interfaces=[name for _, name in socket.if_nameindex()])
 """,
