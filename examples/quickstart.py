@@ -9,11 +9,11 @@ import time
 
 from libdsec import DSecClient, DSecContainerRunArgs
 
-CALC = '''\
+CALC = """\
 def mean(values):
     return sum(values) / len(values) + 1
-'''
-TEST = '''\
+"""
+TEST = """\
 import unittest
 
 from calc import mean
@@ -26,7 +26,7 @@ class MeanTest(unittest.TestCase):
 
 if __name__ == "__main__":
     unittest.main()
-'''
+"""
 COMMIT = (
     "git init -q . && git add -A && "
     "git -c user.name=agent -c user.email=agent@example.com commit -qm 'first version'"

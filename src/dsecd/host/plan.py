@@ -15,8 +15,8 @@ PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socke
 
 # The steps of a creation, in order; `ContainerPlan.fail_step` and `SpawnReply.step` name one.
 STEPS = (
-    "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files", "lowers",
-    "overlay", "terminals", "bind_sources", "config", "clone",
+    "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files",
+    "lowers", "overlay", "terminals", "bind_sources", "config", "clone",
     # in the new process
     "root", "proc", "dev", "read_only", "masks", "binds", "netns", "helper",
     # in its helper, inside the user namespace

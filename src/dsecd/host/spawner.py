@@ -461,7 +461,8 @@ class SpawnerPool:
     async def destroy(self, plan: DestroyPlan, *fds: int) -> bool:
         """Kill and remove the container of `plan`; safe to repeat. `fds` stay the caller's.
 
-        Returns `SpawnReply.clean`. Raises `Internal` naming the step, for instance when a process does not die in time.
+        Returns `SpawnReply.clean`. Raises `Internal` naming the step, for instance when a process
+        does not die in time.
         """
         if not self._destroyers:
             raise Unavailable("no spawner process runs")

@@ -1,11 +1,11 @@
 """Which files of /proc a sandbox does not see, and which it cannot write.
 
-The sandbox's proc belongs to the host's user namespace, and host root does not exist inside: what
-gives nothing to "others" is closed to everybody in there, root with all its capabilities included
-(capabilities(7) act on inodes whose owner is mapped). Masking such a file again would only cost: each
-mask is two mounts in every sandbox, about 20 µs of its life. So a mask is laid where the mode of a file
-lets others in, which is looked up on the host at start. /proc/sys is always locked: what
-may be written there is decided by namespace, not by mode.
+The sandbox's proc belongs to the host's user namespace, and host root does not exist inside:
+what gives nothing to "others" is closed to everybody in there, root with all its capabilities
+included (capabilities(7) act on inodes whose owner is mapped). Masking such a file again would only
+cost: each mask is two mounts in every sandbox, about 20 µs of its life. So a mask is laid where the
+mode of a file lets others in, which is looked up on the host at start. /proc/sys is always locked:
+what may be written there is decided by namespace, not by mode.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def for_host(root: str = "/") -> Masks:
         read_only=tuple(
             path
             for path in READ_ONLY
-            if path in BY_NAMESPACE and procfs.existing((path,), root)
+            if (path in BY_NAMESPACE and procfs.existing((path,), root))
             or procfs.writable_by_others(path, root)
         ),
     )
