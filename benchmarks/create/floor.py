@@ -1,8 +1,8 @@
 """The bare C loop with a sandbox's isolation, which no daemon can beat on this machine.
 
 `dsec-floor` (floor.c) is built with the daemon's native programs, since it shares the spawner's
-sources. It gets the daemon's own seccomp filter, masks and limits, and keeps its
-directories where the bench's daemons keep theirs. It runs a fixed count, chosen from its last rate to fill the round.
+sources. It gets the daemon's own seccomp filter, masks and limits, and keeps its directories where
+the bench's daemons keep theirs. It runs a fixed count, chosen from its last rate to fill the round.
 """
 
 from __future__ import annotations

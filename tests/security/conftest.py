@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -38,6 +39,14 @@ class Target:
     daemon: Daemon
     client: DSecClient
     sandbox: Sandbox
+
+    def init(self, sandbox: Sandbox) -> int:
+        """Return the host's pid of the sandbox's PID 1. The smallest is not it: pids wrap around."""
+        for pid in self.daemon.pids_of(sandbox.id):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
+                return pid
+        raise AssertionError("no PID 1")
 
     async def sibling(self, **args: Any) -> Sandbox:
         """Make another sandbox, prepared in the same way."""

@@ -300,7 +300,7 @@ except ConnectionError:
 async def test_init_refuses_a_peer_from_inside(target: Target) -> None:
     """Should its socket ever become reachable: a process of the sandbox has a pid in its view."""
     box = target.sandbox
-    pid = min(target.daemon.pids_of(box.id))
+    pid = target.init(box)
     path = target.daemon.runtime / "sb" / box.id / "agent.sock"
     enter = ["nsenter", f"--pid=/proc/{pid}/ns/pid", "/usr/bin/python3", "-c", PING, str(path)]
     inside = await _output(enter)
@@ -323,7 +323,7 @@ async def test_host_sees_no_root_among_the_sandboxs_processes(target: Target) ->
     ]
     base = 0x20000000
     pids = target.daemon.pids_of(box.id)
-    init = min(pids)
+    init = target.init(box)
     ids = {pid: _status(pid) for pid in pids}
     assert len(pids) >= 3
     owner = ids[init]["Uid"][0]
@@ -350,7 +350,7 @@ def _capabilities(pid: int) -> dict[str, int]:
 
 
 async def test_init_carries_nothing_of_the_host(target: Target) -> None:
-    pid = min(target.daemon.pids_of(target.sandbox.id))
+    pid = target.init(target.sandbox)
     assert Path(f"/proc/{pid}/environ").read_bytes() == b""
     assert Path(f"/proc/{pid}/cmdline").read_bytes() == b"dsec-init\0"
     known = ("socket:", "/dev/null", "anon_inode:", "user:", "mnt:", "ipc:", "uts:", "cgroup:", "/")
@@ -415,7 +415,7 @@ async def test_hostile_shells_directories_and_terminals_are_errors(target: Targe
 async def test_a_command_that_is_init_itself_cannot_change_it(target: Target) -> None:
     """#!/proc/self/exe runs the host's dsec-init inside (CVE-2019-5736): it stays unwritable."""
     box = await target.sibling()
-    binary = Path(f"/proc/{min(target.daemon.pids_of(box.id))}/exe").readlink()
+    binary = Path(f"/proc/{target.init(box)}/exe").readlink()
     before = (binary.stat().st_mtime_ns, binary.stat().st_size)
     await box.files.write("/evil", "#!/proc/self/exe\n", mode=0o755)
     found = await attack(

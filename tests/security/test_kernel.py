@@ -305,7 +305,7 @@ report(shown=shown)
 async def test_a_command_floods_its_output_within_the_cap(target: Target) -> None:
     box = await target.sibling(output_limit_mb=2, spool_limit_mb=4)
     before = target.daemon.memory_bytes()
-    init = min(target.daemon.pids_of(box.id))
+    init = target.init(box)
     flood = [asyncio.create_task(box.run_shell("yes", timeout=2)) for _ in range(3)]
     await asyncio.sleep(1.5)
     spooled = _spooled(init)
