@@ -41,7 +41,7 @@ class Target:
     sandbox: Sandbox
 
     def init(self, sandbox: Sandbox) -> int:
-        """Return the host's pid of the sandbox's PID 1. The smallest is not it: pids wrap around."""
+        """Return the host's pid of the sandbox's PID 1 (not the smallest: pids wrap)."""
         for pid in self.daemon.pids_of(sandbox.id):
             status = Path(f"/proc/{pid}/status").read_text()
             if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
