@@ -62,7 +62,7 @@ static void run_command(const struct sock_fprog *program, const char *path)
     char *const arguments[] = { (char *)path, NULL };
     char *const environment[] = { NULL };
 
-    for (int fd = 7; fd <= 11; fd++)
+    for (int fd = 7; fd <= 10; fd++)
         if (setns(fd, 0) < 0)
             _exit(125);
     if (syscall(SYS_setresgid, 0, 0, 0) < 0 || syscall(SYS_setresuid, 0, 0, 0) < 0)

@@ -3,7 +3,6 @@
  *
  * The first byte chooses: the codec alone (read everything, write it again, read the same), or the
  * body of one frame on a connection. Forking is replaced, so that no command ever runs. */
-#define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>

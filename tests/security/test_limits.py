@@ -12,44 +12,26 @@ pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 BOTH = pytest.mark.parametrize("user", ["root", USER])
 
 
-async def test_a_mounted_cgroup_tree_gives_no_control(box: Sandbox) -> None:
-    """Root inside may mount cgroup2: it then sees its own group, which belongs to nobody inside."""
+async def test_no_cgroup_tree_can_be_mounted(box: Sandbox) -> None:
+    """Its cgroup namespace is the host's: root inside can mount no hierarchy at all."""
     found = await attack(
         box,
         """
 def unified():
     call("unshare", NEWNS)
-    if mount("none", "/mnt/v2", "cgroup2") != "ok":
-        return None
-    files = [os.path.join(d, f) for d, _, fs in os.walk("/mnt/v2") for f in fs]
-    return {
-        "opened": [f for f in files if writable(f) == "ok"], "count": len(files),
-        "mkdir": tried(os.mkdir, "/mnt/v2/x"), "own": tried(os.chown, "/mnt/v2/cgroup.procs", 0, 0),
-        "top": peek("/proc/self/mountinfo").rsplit(" /mnt/v2 ", 1)[0].rsplit(" ", 1)[1],
-        "rmdir": [tried(os.rmdir, "/mnt/v2/" + n) for n in os.listdir("/mnt/v2") if n.isdigit()],
-    }
+    return mount("none", "/mnt/v2", "cgroup2")
 def first(kind):
     call("unshare", NEWNS)
-    done = mount("none", "/mnt/v1", "cgroup", data=kind)
-    if done != "ok":
-        return [done]
-    files = [os.path.join("/mnt/v1", f) for f in os.listdir("/mnt/v1")]
-    files = [f for f in files if os.path.isfile(f)]
-    return [f for f in files if writable(f) == "ok"] + [tried(os.mkdir, "/mnt/v1/x")]
+    return [mount("none", "/mnt/v1", "cgroup", data=kind)]
 kinds = ("memory", "cpu", "pids", "devices", "freezer", "cpuset", "blkio", "none,name=new")
 report(unified=apart(unified), first={k: apart(lambda: first(k)) for k in kinds},
        shown=peek("/proc/self/cgroup"))
 """,
     )
-    if found["unified"] is not None:
-        assert found["unified"]["opened"] == []
-        assert found["unified"]["count"] > 10
-        assert found["unified"]["mkdir"] == "EACCES"
-        assert found["unified"]["own"] == "EPERM"
-        assert found["unified"]["top"] == "/"
-        assert set(found["unified"]["rmdir"]) <= {"EACCES", "EBUSY"}
-    for outcomes in found["first"].values():
-        assert set(outcomes) <= {"EACCES", "EPERM", "EINVAL", "ENOENT", "EBUSY"}
+    assert found["unified"] == "EPERM"
+    # ENODEV: a controller that is on v2 only, or that this kernel lacks
+    assert {outcome for (outcome,) in found["first"].values()} <= {"EPERM", "ENODEV", "EINVAL"}
+    assert "EPERM" in found["first"]["devices"]
 
 
 @BOTH
@@ -162,7 +144,6 @@ async def test_the_disk_limit_holds_for_each_way_of_writing(target: Target) -> N
     await box.stop()
 
 
-@pytest.mark.xfail(reason="kernel.pty.max is one number for the whole host", strict=False)
 async def test_terminals_of_one_sandbox_leave_some_for_others(target: Target) -> None:
     greedy, other = await target.sibling(), await target.sibling()
     script = """

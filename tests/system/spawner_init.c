@@ -22,7 +22,7 @@ static void enter_and_run(int peer, const char *command)
     char *const arguments[] = { "sh", "-c", (char *)command, NULL };
     char *const environment[] = { "PATH=/bin:/sbin", "HOME=/root", NULL };
 
-    for (int fd = 7; fd <= 11; fd++)
+    for (int fd = 7; fd <= 10; fd++)
         if (setns(fd, 0) < 0) {
             dprintf(peer, "setns of %d: %m\n", fd);
             _exit(125);

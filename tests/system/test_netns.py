@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from network_lab import command, connect, listen, read
 
 from dsecd.host import netns
 from dsecd.host.netns import NetnsPool
 from libdsec.errors import Internal, NotFound, Unavailable
+from tests.system.network_lab import command, connect, listen, read
 
 pytestmark = [
     pytest.mark.root,

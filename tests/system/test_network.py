@@ -11,7 +11,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from network_lab import (
+
+from dsecd.host import netns, network_survey
+from dsecd.host.netns import Netns
+from dsecd.host.network import Attachment, Nat, NatConfig
+from tests.system.network_lab import (
     ANY,
     INTERNET,
     METADATA,
@@ -29,10 +33,6 @@ from network_lab import (
     reaches,
     write,
 )
-
-from dsecd.host import netns, network_survey
-from dsecd.host.netns import Netns
-from dsecd.host.network import Attachment, Nat, NatConfig
 
 __all__ = ["lab"]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from wire_server import WireServer, in_thread
 
 from dsec import copy, output
 from dsec.main import cli
 from libdsec.model import Event, LayerInfo
+from tests.unit.wire_server import WireServer, in_thread
 
 ROOT = Path(__file__).parents[2]
 

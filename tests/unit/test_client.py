@@ -10,7 +10,6 @@ import ssl
 import time
 
 import pytest
-from wire_server import WireServer
 
 from libdsec import (
     CommandFailed,
@@ -27,6 +26,7 @@ from libdsec import (
     wire,
 )
 from libdsec.link import pack
+from tests.unit.wire_server import WireServer
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

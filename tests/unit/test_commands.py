@@ -8,10 +8,10 @@ import os
 import signal
 
 import pytest
-from wire_server import WireServer
 
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound, WrongState
 from libdsec.result import CommandResult
+from tests.unit.wire_server import WireServer
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

@@ -9,7 +9,6 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from wire_server import WireServer
 
 from libdsec import (
     DSecClient,
@@ -22,6 +21,7 @@ from libdsec import (
     archive,
 )
 from libdsec.model import WatchEvent
+from tests.unit.wire_server import WireServer
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

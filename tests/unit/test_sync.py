@@ -10,9 +10,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from wire_server import WireServer, in_thread
 
 from libdsec import DSecContainerRunArgs, DSecError, NotFound, Unavailable, WrongState, stubs, sync
+from tests.unit.wire_server import WireServer, in_thread
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

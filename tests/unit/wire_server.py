@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from wire_sandbox import SandboxWorld
 
 from libdsec import model, wire
 from libdsec.errors import DSecError, Internal, InvalidArgument, NotFound, PermissionDenied, to_wire
+from tests.unit.wire_sandbox import SandboxWorld
 
 Handler = Callable[["ServerCall"], Awaitable[Any]]
 

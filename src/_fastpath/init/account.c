@@ -1,6 +1,5 @@
 /* Users and groups as the sandbox's own /etc/passwd and /etc/group define them. No NSS: a static
  * program must not load the sandbox's libraries, and the files may be hostile. */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

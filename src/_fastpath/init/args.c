@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "args.h"
 
 #include <stddef.h>

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "conn.h"
 
 #include <errno.h>

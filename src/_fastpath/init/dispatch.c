@@ -1,5 +1,4 @@
 /* From a frame to the handler of its operation. */
-#define _GNU_SOURCE
 #include <string.h>
 
 #include "conn.h"

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "exec_calls.h"
 
 #include <errno.h>

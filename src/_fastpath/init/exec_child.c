@@ -1,5 +1,4 @@
 /* The last steps of a command: terminal, directory, environment, exec. */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

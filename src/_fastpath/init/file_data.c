@@ -1,5 +1,4 @@
 /* Reading and writing one file's content. */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "file_tree.h"
 
 #include <dirent.h>

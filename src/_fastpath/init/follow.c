@@ -1,5 +1,4 @@
 /* Calls that follow a command: run and attach stream its output, start and wait do not. */
-#define _GNU_SOURCE
 #include <string.h>
 #include <sys/wait.h>
 

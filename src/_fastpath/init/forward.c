@@ -1,6 +1,5 @@
 /* net.forward: a TCP connection to a port on the sandbox's loopback. init is in its network
  * namespace, so it connects by itself. */
-#define _GNU_SOURCE
 #include "transfer.h"
 
 #include <arpa/inet.h>

@@ -1,5 +1,4 @@
 /* Path patterns: `*`, `?`, `[...]` within a name, `**` for any number of directories. */
-#define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "job.h"
 
 #include <errno.h>

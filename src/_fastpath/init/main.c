@@ -1,5 +1,4 @@
 /* dsec-init: PID 1 of a sandbox and its agent (docs/protocol.md). */
-#define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>

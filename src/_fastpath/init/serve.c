@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "serve.h"
 
 #include "conn.h"

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "session_state.h"
 
 #include <errno.h>

@@ -1,5 +1,4 @@
 /* Opening, closing and listing sessions. */
-#define _GNU_SOURCE
 #include "session_state.h"
 
 #include <errno.h>

@@ -1,5 +1,4 @@
 /* Feeding a command's standard input without ever blocking on it. */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>

@@ -1,5 +1,4 @@
 /* files.upload: unpack a tar stream below a directory. Reads ustar, pax and GNU long names. */
-#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>

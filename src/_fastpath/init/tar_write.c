@@ -1,5 +1,4 @@
 /* files.download: a tree as a tar stream. */
-#define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "transfer.h"
 
 #include <errno.h>

@@ -1,5 +1,4 @@
 /* inotify in the sandbox, as items of the call. */
-#define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -130,7 +130,6 @@ static int open_namespaces(struct creation *c)
         { FD_NS_MNT, PIDFD_GET_MNT_NAMESPACE },
         { FD_NS_IPC, PIDFD_GET_IPC_NAMESPACE },
         { FD_NS_UTS, PIDFD_GET_UTS_NAMESPACE },
-        { FD_NS_CGROUP, PIDFD_GET_CGROUP_NAMESPACE },
     };
     int error = 0, self = (int)KERNEL(syscall(SYS_pidfd_open, syscall(SYS_getpid), 0));
 
@@ -148,8 +147,7 @@ static int enter_inner(struct creation *c)
 {
     struct steps *s = &c->steps;
     STEP(s, "userns", (int)KERNEL(setns(c->fd[FD_USERNS], CLONE_NEWUSER)));
-    STEP(s, "unshare", (int)KERNEL(unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS |
-                                           CLONE_NEWCGROUP)));
+    STEP(s, "unshare", (int)KERNEL(unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)));
     STEP(s, "hostname", (int)KERNEL(sethostname(c->plan->hostname, strlen(c->plan->hostname))));
     STEP(s, "namespaces", open_namespaces(c));
     return 0;
@@ -236,7 +234,7 @@ static int deal_out_fds(struct creation *c)
     const int wanted[] = {
         c->host->null,      c->host->null,     c->host->null,     c->fd[FD_LISTENER],
         c->fd[FD_CONFIG],   c->fd[FD_SPOOL],   c->fd[FD_CGROUP],  c->fd[FD_USERNS],
-        c->fd[FD_NS_MNT],   c->fd[FD_NS_IPC],  c->fd[FD_NS_UTS],  c->fd[FD_NS_CGROUP],
+        c->fd[FD_NS_MNT],   c->fd[FD_NS_IPC],  c->fd[FD_NS_UTS],  -1,
         c->host->init,
     };
     enum { COUNT = sizeof wanted / sizeof *wanted };
@@ -274,6 +272,8 @@ static int run_child_steps(struct creation *c)
     STEP(s, "masks", mask(c));
     STEP(s, "binds", attach_binds(c));
     STEP(s, "netns", (int)KERNEL(setns(c->fd[FD_NETNS], CLONE_NEWNET)));
+    /* The host's, so that root inside has no right over it: it cannot mount a cgroup hierarchy. */
+    STEP(s, "cgroup_ns", (int)KERNEL(unshare(CLONE_NEWCGROUP)));
     STEP(s, "helper", make_inner(c));
     STEP(s, "affinity", set_affinity(c));
     STEP(s, "oom_score", protect_from_oom(c));

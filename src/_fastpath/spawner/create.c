@@ -22,6 +22,7 @@
 #define PIPE_ROOM (60u << 10)       /* bytes that a pipe takes without a reader */
 #define INODE_BYTES 4096            /* of upper per inode that a memory upper may hold */
 #define DEATH_TIMEOUT_MS 10000
+#define TERMINALS_MAX "1024"
 
 static int write_limits(struct creation *c)
 {
@@ -268,9 +269,11 @@ static int make_terminals(struct creation *c)
 {
     char group[32];
     const char *step;
+    host_return(c->host); /* what is made in the host's mount namespace may use up its reserve */
     snprintf(group, sizeof group, "%u", c->plan->uid_base + 5); /* tty, in every distribution */
-    struct mount_option options[] = { { "mode", "0620" }, { "ptmxmode", "0666" }, { "gid", group } };
-    return c->fd[FD_PTS] = make_mount("devpts", "none", options, 3,
+    struct mount_option options[] = { { "mode", "0620" }, { "ptmxmode", "0666" }, { "gid", group },
+                                      { "max", TERMINALS_MAX } };
+    return c->fd[FD_PTS] = make_mount("devpts", "none", options, 4,
                                       MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, &step);
 }
 

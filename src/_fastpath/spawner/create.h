@@ -32,7 +32,6 @@ enum {
     FD_NS_MNT,   /* made by the child */
     FD_NS_IPC,
     FD_NS_UTS,
-    FD_NS_CGROUP,
     FD_COUNT
 };
 

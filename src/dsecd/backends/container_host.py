@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.config import Config
-from dsecd.host import cgroup, probe, sockets, spawner, tree
+from dsecd.host import cgroup, probe, shared_limits, sockets, spawner, tree
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
@@ -101,6 +101,7 @@ class ContainerHost:
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
+        self._limits = runtime / "raised-limits.json"
 
     async def start(self) -> None:
         """Build and start everything but the pools. Raises `Unsupported` with what is missing."""
@@ -108,6 +109,7 @@ class ContainerHost:
         sockets.mount(self._sandboxes)
         self._spool.mkdir(parents=True, exist_ok=True)
         self._spool.chmod(0o1733)  # every dsec-init puts files without a name here
+        shared_limits.raise_limits(self._limits)
         self.store.start()
         self.mounts.start()
         self.tree = tree.build(config.runtime)
@@ -247,6 +249,7 @@ class ContainerHost:
             self.mounts.teardown()
             tree.remove(self._config.runtime)
             sockets.unmount(self._sandboxes)
+            shared_limits.restore_limits(self._limits)
         else:
             self.uppers.close()
             self.mounts.close()

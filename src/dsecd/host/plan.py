@@ -18,7 +18,7 @@ STEPS = (
     "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files",
     "lowers", "overlay", "terminals", "bind_sources", "config", "clone",
     # in the new process
-    "root", "proc", "dev", "read_only", "masks", "binds", "netns", "helper",
+    "root", "proc", "dev", "read_only", "masks", "binds", "netns", "cgroup_ns", "helper",
     # in its helper, inside the user namespace
     "userns", "unshare", "hostname", "namespaces",
     # in the new process again

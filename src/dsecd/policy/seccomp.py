@@ -43,6 +43,7 @@ Draft = list[tuple[int, Target, Target, int] | str]  # a str names the place whe
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
+CLONE_NEWCGROUP = 0x02000000  # its owner may mount cgroup hierarchies
 
 # call: errno. EPERM is "not here"; ENOSYS makes software take its fall-back path.
 DENIED: dict[str, int] = {
@@ -240,7 +241,7 @@ def _rules(options: Options, arch: Arch) -> tuple[dict[int, str], dict[str, Prog
     blocks = {"socket": _socket(), "ioctl": _ioctl(), _ALLOWED: [_allow()]}
     names = {"socket": "socket", "socketpair": "socket", "ioctl": "ioctl"}
     if not options.nested_namespaces:
-        blocks["namespaces"] = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET)
+        blocks["namespaces"] = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWCGROUP)
         names |= {"clone": "namespaces", "unshare": "namespaces"}
         # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
         errnos["clone3"] = errno.ENOSYS
@@ -329,7 +330,7 @@ def describe(options: Options | None = None) -> list[str]:
         for name, code in sorted((DENIED | chosen.extra_denied).items())
     ]
     if not chosen.nested_namespaces:
-        lines.append("clone, unshare: EPERM with CLONE_NEWUSER or CLONE_NEWNET; clone3: ENOSYS")
+        lines.append("clone, unshare: EPERM with CLONE_NEW{USER,NET,CGROUP}; clone3: ENOSYS")
     lines.append("socket: unix, inet, inet6 and netlink (route, sock_diag, uevent) only")
     lines.append(
         "ioctl: no extent swapping, file flags, btrfs control, TIOCSTI, TIOCLINUX, TIOCSETD"

@@ -1,0 +1,57 @@
+"""A daemon as its user sees it: a libdsec client and a sandbox of it, for the tests of faults."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests.system.daemon import IMAGE, Daemon, daemon
+
+
+@dataclass
+class View:
+    """A daemon, a client of it and one sandbox."""
+
+    daemon: Daemon
+    client: DSecClient
+    sandbox: Sandbox
+
+    async def another(self, **args: Any) -> Sandbox:
+        run = DSecContainerRunArgs(container_image=IMAGE, **args)
+        return await self.client.run_container(run, timeout=60)
+
+
+@contextlib.asynccontextmanager
+async def viewed(
+    sections: dict[str, dict[str, object]] | None = None, **args: Any
+) -> AsyncIterator[View]:
+    """`sections` of the daemon's configuration; keywords are the sandbox's run arguments."""
+    async with daemon(**(sections or {})) as d, DSecClient(f"unix:{d.socket}") as client:
+        run = DSecContainerRunArgs(container_image=IMAGE, **args)
+        yield View(d, client, await client.run_container(run, timeout=60))
+
+
+def first_process(d: Daemon, sandbox: str) -> int:
+    """Return the host's pid of the sandbox's PID 1 (not the smallest of its pids: they wrap)."""
+    for pid in d.pids_of(sandbox):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
+                return pid
+    raise AssertionError(f"{sandbox} has no PID 1")
+
+
+def commands_on_host(d: Daemon, sandbox: str) -> set[int]:
+    """Return the host's pids of everything in the sandbox but its PID 1, dead ones aside."""
+    alive = set()
+    for pid in d.pids_of(sandbox):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            if not re.search(r"^State:\s+Z|^NSpid:.*\t1$", status, re.MULTILINE):
+                alive.add(pid)
+    return alive
