@@ -3,10 +3,16 @@
 `sandbox` is a context variable; code that works for one sandbox sets it once (`about`), and every
 record below carries it, whichever module writes it. Extra fields go through `extra={"fields": {}}`
 or the `event` function.
+
+Two records a sandbox are a visible part of its cost. Lines below a warning are therefore written
+together, at most `DELAY_S` late; and an `event` that goes to JSON is encoded at once, without the
+`LogRecord` that nobody would look at.
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import contextlib
 import contextvars
 import logging
@@ -19,6 +25,10 @@ import msgspec
 
 from dsecd.config import Log
 
+DELAY_S = 0.05
+MAX_HELD = 64 << 10  # characters, before they are written without delay
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+_LEVELS = {level: name.lower() for level, name in logging._levelToName.items()}
 sandbox: contextvars.ContextVar[str] = contextvars.ContextVar("sandbox", default="")
 
 
@@ -34,7 +44,13 @@ def about(sandbox_id: str) -> Iterator[None]:
 
 def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> None:
     """Write a record with `fields`; `sandbox=` overrides the context's."""
-    if logger.isEnabledFor(level):
+    if not logger.isEnabledFor(level):
+        return
+    root = logging.getLogger()
+    output = root.handlers[0] if len(root.handlers) == 1 else None
+    if isinstance(output, Output) and output.takes_events:
+        output.event(logger.name, level, message, fields)
+    else:
         logger.log(level, message, extra={"fields": fields})
 
 
@@ -59,7 +75,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             body["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(body, enc_hook=str).decode()
+        return _encode(body).decode()
 
 
 class TextFormatter(logging.Formatter):
@@ -78,14 +94,76 @@ class TextFormatter(logging.Formatter):
         return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in line)
 
 
+class Output(logging.Handler):
+    """Writes lines to `stream`: warnings and what precedes them at once, others a little later."""
+
+    def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(formatter)
+        self.takes_events = isinstance(formatter, JsonFormatter)
+        self._stream = stream
+        self._held: list[str] = []
+        self._size = 0
+        self._due: asyncio.TimerHandle | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._put(self.format(record), record.levelno)
+        except Exception:
+            self.handleError(record)
+
+    def event(self, logger: str, level: int, message: str, fields: dict[str, Any]) -> None:
+        """Write what `JsonFormatter` would make of the same record."""
+        body = {
+            "time": round(time.time(), 6),
+            "level": _LEVELS[level],
+            "logger": logger,
+            "message": message,
+            **fields,
+        }
+        current = sandbox.get()
+        if current and "sandbox" not in fields:
+            body["sandbox"] = current
+        with self.lock or contextlib.nullcontext():
+            self._put(_encode(body).decode(), level)
+
+    def _put(self, line: str, level: int) -> None:
+        self._held.append(line)
+        self._size += len(line)
+        if level < logging.WARNING and self._size < MAX_HELD and self._flush_later():
+            return
+        self.flush()
+
+    def _flush_later(self) -> bool:
+        """Arrange a flush; False where no event loop runs (start, end, other threads)."""
+        if self._due is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return False
+            self._due = loop.call_later(DELAY_S, self.flush)
+        return True
+
+    def flush(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            held, self._held, self._size = self._held, [], 0
+            due, self._due = self._due, None
+            if due is not None and held:
+                due.cancel()
+            if held:
+                with contextlib.suppress(OSError, ValueError):  # the reader is gone: not our end
+                    self._stream.write("\n".join(held) + "\n")
+                    self._stream.flush()
+
+
 def configure(config: Log, stream: TextIO = sys.stderr) -> None:
     """Send every record of this process to `stream` in the configured format."""
     style = config.format
     if style == "auto":
         style = "text" if stream.isatty() else "json"
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
-    # two records a sandbox are a visible part of its cost: leave out what no formatter here prints
+    handler = Output(stream, JsonFormatter() if style == "json" else TextFormatter())
+    atexit.register(handler.flush)
+    # leave out what no formatter here prints
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # documented: no walk up the stack
     root = logging.getLogger()
