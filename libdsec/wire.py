@@ -90,13 +90,10 @@ def pack(value: Any) -> msgspec.Raw:
 
 def encode(frame: Frame) -> bytes:
     """Return `frame` with its length prefix. Raises `FrameError` above `MAX_FRAME`."""
-    buffer = bytearray(4)
-    _encoder.encode_into(frame, buffer, 4)
-    size = len(buffer) - 4
-    if size > MAX_FRAME:
-        raise FrameError(f"frame of {size} bytes exceeds the limit of {MAX_FRAME}")
-    _LENGTH.pack_into(buffer, 0, size)
-    return bytes(buffer)
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME:
+        raise FrameError(f"frame of {len(body)} bytes exceeds the limit of {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
 
 
 class Splitter:
@@ -109,21 +106,28 @@ class Splitter:
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield every frame that `data` completes. Raises `FrameError` on a broken stream."""
         buffer = self._buffer
-        buffer += data
-        start, size = 0, len(buffer)
+        if buffer:
+            buffer += data
+        whole = not buffer  # as good as always: nothing is left over from the last time
+        source: bytes | bytearray = data if whole else buffer
+        start, size = 0, len(source)
         try:
             while size - start >= 4:
-                (length,) = _LENGTH.unpack_from(buffer, start)
+                (length,) = _LENGTH.unpack_from(source, start)
                 if length > self._limit:
                     raise FrameError(f"peer sent a frame of {length} bytes, limit {self._limit}")
                 if size - start - 4 < length:
                     break
+                end = start + 4 + length
                 # bytes(): the decoded Raw fields would otherwise pin, and block, the buffer
-                body = bytes(memoryview(buffer)[start + 4 : start + 4 + length])
-                start += 4 + length
+                body = data[start + 4 : end] if whole else bytes(memoryview(buffer)[start + 4 : end])
+                start = end
                 try:
                     yield _decoder.decode(body)
                 except msgspec.DecodeError as error:
                     raise FrameError(f"peer sent a malformed frame: {error}") from error
         finally:
-            del buffer[:start]
+            if not whole:
+                del buffer[:start]
+            elif start < size:
+                buffer += data[start:]

@@ -28,7 +28,7 @@ from dsecd.config import Log
 DELAY_S = 0.05
 MAX_HELD = 64 << 10  # characters, before they are written without delay
 _encode = msgspec.json.Encoder(enc_hook=str).encode
-_LEVELS = {level: name.lower() for level, name in logging._levelToName.items()}
+_LEVELS = {level: logging.getLevelName(level).lower() for level in range(10, 60, 10)}
 sandbox: contextvars.ContextVar[str] = contextvars.ContextVar("sandbox", default="")
 
 
@@ -104,7 +104,7 @@ class Output(logging.Handler):
         self._stream = stream
         self._held: list[str] = []
         self._size = 0
-        self._due: asyncio.TimerHandle | None = None
+        self._flusher: asyncio.AbstractEventLoop | None = None  # which has a flush before it
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -124,36 +124,45 @@ class Output(logging.Handler):
         current = sandbox.get()
         if current and "sandbox" not in fields:
             body["sandbox"] = current
-        with self.lock or contextlib.nullcontext():
-            self._put(_encode(body).decode(), level)
+        line = _encode(body).decode()
+        self.acquire()
+        try:
+            self._put(line, level)
+        finally:
+            self.release()
 
     def _put(self, line: str, level: int) -> None:
         self._held.append(line)
         self._size += len(line)
-        if level < logging.WARNING and self._size < MAX_HELD and self._flush_later():
-            return
-        self.flush()
+        if level >= logging.WARNING or self._size >= MAX_HELD or not self._flush_later():
+            self.flush()
 
     def _flush_later(self) -> bool:
         """Arrange a flush; False where no event loop runs (start, end, other threads)."""
-        if self._due is None:
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                return False
-            self._due = loop.call_later(DELAY_S, self.flush)
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        if self._flusher is not loop:
+            self._flusher = loop
+            loop.call_later(DELAY_S, self._on_time)
         return True
 
+    def _on_time(self) -> None:
+        self._flusher = None
+        self.flush()
+
     def flush(self) -> None:
-        with self.lock or contextlib.nullcontext():
+        self.acquire()
+        try:
             held, self._held, self._size = self._held, [], 0
-            due, self._due = self._due, None
-            if due is not None and held:
-                due.cancel()
             if held:
-                with contextlib.suppress(OSError, ValueError):  # the reader is gone: not our end
-                    self._stream.write("\n".join(held) + "\n")
-                    self._stream.flush()
+                self._stream.write("\n".join(held) + "\n")
+                self._stream.flush()
+        except (OSError, ValueError):  # nobody reads any more: no reason to end the daemon
+            return
+        finally:
+            self.release()
 
 
 def configure(config: Log, stream: TextIO = sys.stderr) -> None:

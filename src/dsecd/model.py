@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ def base36(number: int) -> str:
 
 def make_id(shard: str, node: str, epoch: int, serial: int) -> str:
     """Return ``shard-node-epoch-serial``; four random characters make ids hard to guess."""
-    noise = base36(secrets.randbelow(36**4)).rjust(4, "0")
+    noise = base36(int.from_bytes(os.urandom(8)) % 36**4).rjust(4, "0")
     return f"{shard}-{node}-{base36(epoch)}-{base36(serial)}{noise}"
 
 

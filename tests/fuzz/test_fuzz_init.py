@@ -64,7 +64,7 @@ def test_neither_codec_nor_frames_can_be_broken(tmp_path: Path) -> None:
     sources = [*NATIVE.glob("wire/*.c"), *NATIVE.glob("init/*.c")]
     target = tmp_path / "fuzz_init"
     subprocess.run(
-        [clang, "-std=c11", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
+        [clang, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
          "-fno-sanitize-recover=undefined", "-Wl,--wrap=child_fork",
          str(ROOT / "tests/fuzz/fuzz_init.c"),
          *(str(source) for source in sources if source.name != "main.c"), "-o", str(target)],

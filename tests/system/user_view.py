@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,3 +56,14 @@ def commands_on_host(d: Daemon, sandbox: str) -> set[int]:
             if not re.search(r"^State:\s+Z|^NSpid:.*\t1$", status, re.MULTILINE):
                 alive.add(pid)
     return alive
+
+
+async def lend_programs(sandbox: Sandbox, *programs: str) -> None:
+    """Copy programs of the host, with the libraries they need, to the same paths inside.
+
+    busybox writes and reads a few bytes at a time: too slow for tests of gigabytes.
+    """
+    for program in programs:
+        linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
+        for path in (program, *re.findall(r"(/\S+) \(0x", linked.stdout)):
+            await sandbox.files.upload(Path(path).resolve(), path)

@@ -93,8 +93,8 @@ def copier(tmp_path_factory: pytest.TempPathFactory) -> object:
     (directory / "copy.c").write_text(_COPY)
     program = directory / "copy"
     subprocess.run(
-        [compiler, "-std=c11", "-O1", f"-I{WIRE}", directory / "copy.c", WIRE / "msgpack.c",
-         "-o", program],
+        [compiler, "-std=gnu11", "-D_GNU_SOURCE=", "-O1", f"-I{WIRE}", directory / "copy.c",
+         WIRE / "msgpack.c", "-o", program],
         check=True,
     )  # fmt: skip
     copier = Copier(program)

@@ -188,6 +188,8 @@ def header(name: bytes, kind: bytes, size: int) -> bytes:
     block = bytearray(512)
     block[: len(name)] = name
     block[100:108] = b"0000644\0"
+    block[108:116] = b"%07o\0" % os.getuid()
+    block[116:124] = b"%07o\0" % os.getgid()
     block[124:136] = b"%011o\0" % size if size < 8**11 else b"\x80" + size.to_bytes(11, "big")
     block[156:157] = kind
     block[257:265] = b"ustar\x0000"

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "child.h"
@@ -19,8 +20,14 @@ struct text {
 static struct text read_file(const char *path)
 {
     struct stat st;
-    /* O_NONBLOCK: the sandbox may have put a FIFO there. */
-    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    struct {
+        uint64_t flags, mode, resolve;
+    } how = {
+        /* O_NONBLOCK: the sandbox may have put a FIFO there. */
+        .flags = O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY,
+        .resolve = 0x02 /* RESOLVE_NO_MAGICLINKS: nor a link to a descriptor of ours */,
+    };
+    int fd = (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
     if (fd < 0)
         return (struct text){ 0 };
     char *p = NULL;

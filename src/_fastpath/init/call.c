@@ -6,15 +6,21 @@
 #include "conn.h"
 #include "job.h"
 
-static struct call calls[MAX_CALLS];
+static struct call *calls;
 static unsigned calls_high; /* no slot at or above this was ever used */
 uint8_t *scratch;
 static bool scratch_big;
 
 bool scratch_open(void)
 {
-    scratch = map_alloc(SCRATCH_BYTES);
+    scratch = table_alloc(SCRATCH_BYTES);
     return scratch != NULL;
+}
+
+bool call_table_open(void)
+{
+    calls = table_alloc(MAX_CALLS * sizeof *calls);
+    return calls != NULL;
 }
 
 void scratch_used(size_t n)

@@ -10,6 +10,7 @@
 
 #include "config.h"
 #include "limits.h"
+#include "loop.h"
 
 enum state { UNUSED, FREE, TAKEN, LINGERING };
 
@@ -18,7 +19,7 @@ static struct slot {
     unsigned name;
     enum state state;
     bool killed; /* never used again: see retire */
-} slots[MAX_CGROUPS];
+} *slots;
 static int slots_high;
 static unsigned next_name, lingering;
 
@@ -52,6 +53,12 @@ static int slot_make(struct slot *slot)
     }
     *slot = (struct slot){ dir, events, next_name - 1, TAKEN, false };
     return (int)(slot - slots);
+}
+
+bool cgroup_table_open(void)
+{
+    slots = table_alloc(MAX_CGROUPS * sizeof *slots);
+    return slots != NULL;
 }
 
 int cgroup_acquire(void)

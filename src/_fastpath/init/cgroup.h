@@ -9,6 +9,7 @@
 #define NO_CGROUP (-1)   /* the host has no v2 tree: trees are killed by walking /proc */
 #define CGROUP_FULL (-2) /* MAX_CGROUPS trees live, or the directory cannot be made */
 
+bool cgroup_table_open(void);
 int cgroup_acquire(void);
 int cgroup_fd(int slot);
 bool cgroup_empty(int slot);

@@ -239,9 +239,10 @@ static void place(const struct child_fds *fds)
     ctl_fd = CTL_FD;
     if (feed >= 0 && (dup2(feed, SHELL_FEED_FD) < 0 || dup2(status, SHELL_STATUS_FD) < 0))
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
-    syscall(SYS_close_range, CTL_FD + 1, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0);
-    if (feed >= 0)
-        syscall(SYS_close_range, SHELL_FEED_FD + 1, ~0U, 0);
+    /* What stays open is a way out of the sandbox: directories of the host, namespaces. */
+    if (syscall(SYS_close_range, CTL_FD + 1, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0) < 0 ||
+        (feed >= 0 && syscall(SYS_close_range, SHELL_FEED_FD + 1, ~0U, 0) < 0))
+        child_fail(INTERNAL, "cannot close descriptors: %s", strerror(errno));
 }
 
 static void reset_signals(void)

@@ -9,7 +9,7 @@
 
 #include "config.h"
 
-static struct conn conns[MAX_CONNS];
+static struct conn *conns;
 static struct source listener;
 static int reserve_fd = -1; /* given up for a moment to refuse a peer when descriptors ran out */
 
@@ -77,6 +77,12 @@ static void listener_ready(struct source *source, uint32_t events)
         conn_adopt(fd);
     else
         close(fd);
+}
+
+bool conn_table_open(void)
+{
+    conns = table_alloc(MAX_CONNS * sizeof *conns);
+    return conns != NULL;
 }
 
 bool conns_open(int listen_fd)
@@ -231,6 +237,8 @@ static size_t rx_wanted(const struct conn *conn)
 static bool rx_fit(struct conn *conn)
 {
     size_t wanted = (rx_wanted(conn) + 4095) & ~(size_t)4095;
+    if (wanted > MAX_FRAME + 4096) /* what announces more is not read, whoever looks first */
+        return false;
     bool shrink = conn->rx_cap > RX_SMALL && conn->rx_len == 0;
     if (wanted <= conn->rx_cap && !shrink)
         return true;
@@ -261,7 +269,7 @@ static void conn_read(struct conn *conn)
             break;
         conn->rx_len += (size_t)n;
         conn_process(conn);
-        if (conn->rx_len && !rx_fit(conn))
+        if (!conn->doomed && conn->rx_len && !rx_fit(conn))
             conn_doom(conn);
         if ((size_t)n < room)
             break; /* drained: saves the read that would say EAGAIN */
@@ -290,7 +298,7 @@ void conn_hold(struct conn *conn)
     conn->held_until = now_us() + HOLD_US;
 }
 
-void conn_release(struct conn *conn)
+static void conn_release(struct conn *conn)
 {
     if (!conn->held_until)
         return;
@@ -306,8 +314,10 @@ uint64_t conns_tick(uint64_t now)
     for (struct conn *conn = conns; conn < conns + MAX_CONNS; conn++) {
         if (!conn->used)
             continue;
-        if (conn->held_until && now >= conn->held_until)
+        if (conn->held_until && now >= conn->held_until) {
             conn_release(conn);
+            due = now; /* what was released may have deadlines that this round did not look at */
+        }
         if (conn->doomed)
             conn_close(conn);
         else if (conn->held_until && (!due || conn->held_until < due))

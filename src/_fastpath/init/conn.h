@@ -60,12 +60,13 @@ struct failure {
 };
 
 bool conns_open(int listen_fd);
+bool conn_table_open(void);
+bool call_table_open(void);
 void conn_send(struct conn *conn, const void *frame, size_t n);
 bool conn_room(const struct conn *conn);
 /* The peer broke the protocol: close once the running handler has returned. */
 void conn_doom(struct conn *conn);
 void conn_hold(struct conn *conn);
-void conn_release(struct conn *conn);
 /* Close doomed connections, end overdue holds; returns the next instant something is due or 0. */
 uint64_t conns_tick(uint64_t now);
 

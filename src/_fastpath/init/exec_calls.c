@@ -136,10 +136,11 @@ void exec_signal(struct call *call, struct mp_bytes raw)
     }
 }
 
+/* `signal` of the shared arguments means nothing here: it is always SIGKILL. */
 void exec_kill(struct call *call, struct mp_bytes raw)
 {
     struct command_args args;
-    struct job *job = named(call, raw, "cid", &args);
+    struct job *job = named(call, raw, "cid signal", &args);
     if (!job)
         return;
     job_kill(job); /* of one that has ended: what it left in the background */
@@ -184,7 +185,7 @@ void exec_list(struct call *call, struct mp_bytes raw)
 void exec_forget(struct call *call, struct mp_bytes raw)
 {
     struct command_args args;
-    struct job *job = named(call, raw, "cid", &args);
+    struct job *job = named(call, raw, "cid signal", &args);
     if (!job)
         return;
     if (job->state != JOB_ENDED || job->calls) {

@@ -194,7 +194,7 @@ static void copy_over(int from, struct target *target, const struct path_args *a
 static int open_temporary(struct target *target)
 {
     for (unsigned i = 0; i < 100; i++) {
-        snprintf(temporary, sizeof temporary, ".dsec-write-%d-%u", (int)getpid(), i);
+        snprintf(temporary, sizeof temporary, TEMPORARY_PREFIX "%d-%u", (int)getpid(), i);
         int fd = openat(target->dir, temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                         0600);
         if (fd >= 0)

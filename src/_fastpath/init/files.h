@@ -23,6 +23,8 @@ _Noreturn void file_child(const struct file_task *task);
 
 #define IN_FD 0  /* what the caller streams */
 #define OUT_FD 1 /* what the caller gets */
+/* Of files that are renamed over their target once complete; a watch does not show them. */
+#define TEMPORARY_PREFIX ".dsec-write-"
 
 /* The sandbox's root and the directory that relative paths start at. */
 extern int root_fd;

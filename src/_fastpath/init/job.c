@@ -14,8 +14,14 @@
 #include "process.h"
 #include "session.h"
 
-static struct job jobs[MAX_JOBS];
+static struct job *jobs;
 static unsigned jobs_high;
+
+bool job_table_open(void)
+{
+    jobs = table_alloc(MAX_JOBS * sizeof *jobs);
+    return jobs != NULL;
+}
 
 struct job *jobs_next(struct job *after)
 {
@@ -389,6 +395,25 @@ bool jobs_reap(pid_t pid, int status)
         /* Dead, so all it had to say on its control socket is there. */
         if (read_ctl(job))
             job_ended(job, status);
+        return true;
+    }
+    return false;
+}
+
+bool jobs_stopped(pid_t pid)
+{
+    struct failure failure = {
+        .code = "unavailable",
+        .message = "the command was stopped from inside the sandbox before it could start",
+    };
+    for (struct job *job = jobs_next(NULL); job; job = jobs_next(job)) {
+        if (job->pid != pid || job->session || job->state == JOB_ENDED)
+            continue;
+        /* If it was stopped after its exec, the closed control socket says so by now. */
+        if (read_ctl(job) && job->state == JOB_STARTING) {
+            job_kill(job);
+            job_fail(job, &failure);
+        }
         return true;
     }
     return false;

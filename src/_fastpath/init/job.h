@@ -67,6 +67,9 @@ void job_ended(struct job *job, int status);
 void job_kill(struct job *job);
 bool job_launch(struct job *job, const struct exec_args *args, struct failure *failure);
 bool jobs_reap(pid_t pid, int status);
+/* Kill and fail the command that was stopped before its exec; true: the pid is a command's. */
+bool jobs_stopped(pid_t pid);
+bool job_table_open(void);
 uint64_t jobs_tick(uint64_t now);
 void jobs_trim(void);
 struct job *jobs_next(struct job *after); /* iterate; NULL starts and ends */
@@ -81,7 +84,10 @@ size_t stream_read(const struct stream *stream, uint64_t offset, uint8_t *to, si
 void stream_drain(struct stream *stream);
 void stream_discard(struct stream *stream); /* drop what is stored */
 void stream_free(struct stream *stream);    /* and go on draining the pipe for its holders */
+/* The reader of a forgotten command's pipe. Of more than MAX_DRAINS the oldest is closed: whoever
+ * still writes to that one dies of SIGPIPE. */
 void drain_adopt(int fd);
+bool drain_table_open(void);
 uint64_t spool_bytes(void);
 
 /* stdin.c */

@@ -26,5 +26,6 @@
 #define MAX_PATH 4096
 #define SESSION_GRACE_US 200000
 #define HOLD_US 1000000
+#define LEAVE_US 3000000 /* a file operation's child may outlive its call by this */
 
 #endif

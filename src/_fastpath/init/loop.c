@@ -98,6 +98,16 @@ void *map_alloc(size_t n)
     return p == MAP_FAILED ? NULL : p;
 }
 
+void *table_alloc(size_t n)
+{
+    void *p = map_alloc(n);
+    if (p && madvise(p, n, MADV_DONTFORK) < 0) {
+        map_free(p, n);
+        return NULL;
+    }
+    return p;
+}
+
 void *map_resize(void *old, size_t old_n, size_t new_n)
 {
     if (!old)

@@ -23,11 +23,11 @@ int main(int argc, char **argv)
         config.any_peer = true;
     }
     const char *problem = config_read(FD_CONFIG);
-    if (!problem && loop_open() < 0)
-        problem = "epoll failed";
+    if (!problem)
+        problem = serve_open();
     if (!problem)
         problem = process_open();
-    if (!problem && (!scratch_open() || !conns_open(FD_LISTEN)))
+    if (!problem && !conns_open(FD_LISTEN))
         problem = "descriptor 3 is not a socket to answer on";
     if (problem)
         return die(problem);

@@ -23,8 +23,23 @@
 
 bool namespace_given[5];
 int null_fd = -1;
-static int oom_fd = -1;
+static int oom_fd = -1, oom_standing; /* init's own score, as the spawner left it */
 static struct source children;
+
+static void child_ended(pid_t pid, int status)
+{
+    if (!jobs_reap(pid, status) && !sessions_reap(pid, status))
+        transfers_reap(pid);
+}
+
+/* Root inside may signal a child of ours from the moment it is in the user namespace. Stopped before
+ * its exec, or while it works on files, it would hold its call for ever. A command that is stopped
+ * stays stopped: that is job control. */
+static void child_stopped(pid_t pid)
+{
+    if (!jobs_stopped(pid) && !sessions_stopped(pid))
+        transfers_stopped(pid);
+}
 
 static void children_ready(struct source *source, uint32_t events)
 {
@@ -35,10 +50,13 @@ static void children_ready(struct source *source, uint32_t events)
     int status;
     pid_t pid;
     bool any = false;
-    while ((pid = waitpid(-1, &status, WNOHANG)) > 0) {
+    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {
+        if (WIFSTOPPED(status)) {
+            child_stopped(pid);
+            continue;
+        }
         any = true;
-        if (!jobs_reap(pid, status) && !sessions_reap(pid, status))
-            transfers_reap(pid);
+        child_ended(pid, status);
     }
     if (any)
         cgroups_sweep();
@@ -57,13 +75,28 @@ static void adopt_descriptors(void)
     }
 }
 
+/* Before we stop being dumpable: the file is then the host's root's. */
+static void oom_score_open(void)
+{
+    char text[16];
+    int fd = open("/proc/self/oom_score_adj", O_RDWR | O_CLOEXEC);
+    ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    if (n > 0) {
+        text[n] = 0;
+        oom_standing = atoi(text);
+    }
+    if (n > 0 && oom_standing != config.oom_score_adj)
+        oom_fd = fd;
+    else if (fd >= 0)
+        close(fd);
+}
+
 const char *process_open(void)
 {
     struct rlimit files;
     sigset_t mask;
     adopt_descriptors();
-    if (config.oom_score_adj)
-        oom_fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    oom_score_open();
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); /* for a run that is not PID 1 */
     prctl(PR_SET_NAME, "dsec-init", 0, 0, 0);
@@ -90,7 +123,7 @@ void oom_score_raise(bool raised)
     char text[16];
     if (oom_fd < 0)
         return;
-    int n = snprintf(text, sizeof text, "%d", raised ? config.oom_score_adj : 0);
+    int n = snprintf(text, sizeof text, "%d", raised ? config.oom_score_adj : oom_standing);
     if (pwrite(oom_fd, text, (size_t)n, 0) < 0 && raised) {
         close(oom_fd); /* refused once, refused always: lowering needs CAP_SYS_RESOURCE */
         oom_fd = -1;

@@ -1,14 +1,26 @@
 #include "serve.h"
 
+#include "cgroup.h"
 #include "conn.h"
 #include "job.h"
 #include "session.h"
+#include "transfer.h"
 
 static uint64_t due; /* the next deadline, 0: none */
 
 static uint64_t sooner(uint64_t a, uint64_t b)
 {
     return !a ? b : !b || a < b ? a : b;
+}
+
+const char *serve_open(void)
+{
+    if (loop_open() < 0)
+        return "epoll failed";
+    bool made = scratch_open() && conn_table_open() && call_table_open() && job_table_open() &&
+                drain_table_open() && session_table_open() && transfer_table_open() &&
+                cgroup_table_open();
+    return made ? NULL : "no memory for the tables";
 }
 
 void serve_round(int limit_ms)
@@ -24,6 +36,7 @@ void serve_round(int limit_ms)
     uint64_t now = now_us();
     due = jobs_tick(now); /* first: a command's timeout may set a session's deadline */
     due = sooner(due, sessions_tick(now));
+    due = sooner(due, transfers_tick(now));
     due = sooner(due, conns_tick(now));
     scratch_trim();
 }

@@ -14,11 +14,17 @@
 
 #define REKILL_US 20000
 
-struct session sessions[MAX_SESSIONS];
+struct session *sessions, *sessions_end;
+
+bool session_table_open(void)
+{
+    sessions = sessions_end = table_alloc(MAX_SESSIONS * sizeof *sessions);
+    return sessions != NULL;
+}
 
 struct session *session_find(struct mp_bytes name)
 {
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
+    for (struct session *s = sessions; s < sessions_end; s++)
         if (s->used && mp_equal(name, s->name))
             return s;
     return NULL;
@@ -32,7 +38,7 @@ const char *session_name(const struct job *job)
 unsigned sessions_count(void)
 {
     unsigned n = 0;
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
+    for (struct session *s = sessions; s < sessions_end; s++)
         n += s->used;
     return n;
 }
@@ -283,7 +289,7 @@ void session_interrupt(struct job *job)
 uint64_t sessions_tick(uint64_t now)
 {
     uint64_t due = 0;
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++) {
+    for (struct session *s = sessions; s < sessions_end; s++) {
         if (!s->used || !s->grace_us)
             continue;
         if (now >= s->grace_us) {
@@ -377,7 +383,7 @@ void session_ctl_ready(struct source *source, uint32_t events)
 
 bool sessions_reap(pid_t pid, int status)
 {
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++) {
+    for (struct session *s = sessions; s < sessions_end; s++) {
         if (!s->used || s->pid != pid)
             continue;
         if (!read_ctl(s))
@@ -386,6 +392,24 @@ bool sessions_reap(pid_t pid, int status)
         session_kill(s);
         fail_queue(s);
         session_free(s);
+        return true;
+    }
+    return false;
+}
+
+bool sessions_stopped(pid_t pid)
+{
+    struct failure failure = {
+        .code = "unavailable",
+        .message = "the session's shell was stopped from inside the sandbox before it could start",
+    };
+    for (struct session *s = sessions; s < sessions_end; s++) {
+        if (!s->used || s->pid != pid)
+            continue;
+        if (read_ctl(s) && !s->ready) {
+            session_kill(s);
+            open_failed(s, &failure);
+        }
         return true;
     }
     return false;

@@ -15,6 +15,9 @@ void session_signal(struct job *job, int signal);
 void session_forget(struct job *job);
 const char *session_name(const struct job *job);
 bool sessions_reap(pid_t pid, int status);
+/* Kill and fail the session whose shell was stopped while it opened; true: the pid is a session's. */
+bool sessions_stopped(pid_t pid);
+bool session_table_open(void);
 uint64_t sessions_tick(uint64_t now);
 unsigned sessions_count(void);
 

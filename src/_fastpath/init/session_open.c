@@ -10,7 +10,7 @@
 
 static void forget_call(struct call *call)
 {
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++) {
+    for (struct session *s = sessions; s < sessions_end; s++) {
         if (s->opening == call)
             s->opening = NULL;
         if (s->closing == call)
@@ -20,7 +20,7 @@ static void forget_call(struct call *call)
 
 static void cancel(struct call *call)
 {
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
+    for (struct session *s = sessions; s < sessions_end; s++)
         if (s->used && s->opening == call)
             session_kill(s);
     forget_call(call);
@@ -88,12 +88,14 @@ void session_open(struct call *call, const struct session_args *args)
         call_fail(call, "already_exists", "session %.*s is open", (int)args->name.n, args->name.p);
         return;
     }
-    while (s < sessions + MAX_SESSIONS && s->used)
+    while (s < sessions_end && s->used)
         s++;
     if (s == sessions + MAX_SESSIONS) {
         call_fail(call, "exhausted", "at most %d sessions can be open", MAX_SESSIONS);
         return;
     }
+    if (s == sessions_end)
+        sessions_end++;
     memset(s, 0, sizeof *s);
     s->used = true;
     s->ctl.fd = s->feed.fd = s->status.fd = -1;
@@ -131,7 +133,7 @@ void session_list(struct call *call)
 {
     struct mp_writer w = reply_begin(call);
     mp_put_array(&w, sessions_count());
-    for (struct session *s = sessions; s < sessions + MAX_SESSIONS; s++)
+    for (struct session *s = sessions; s < sessions_end; s++)
         if (s->used)
             mp_put_text(&w, s->name);
     reply_send(call, &w);

@@ -26,7 +26,8 @@ struct session {
     uint64_t grace_us, rekill_us;
 };
 
-extern struct session sessions[MAX_SESSIONS];
+/* The table, and the end of the part of it that was ever used. */
+extern struct session *sessions, *sessions_end;
 
 struct session *session_find(struct mp_bytes name);
 void session_kill(struct session *s); /* every process it started, and the shell */

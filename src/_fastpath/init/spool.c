@@ -14,8 +14,14 @@ static uint64_t stored; /* bytes kept by all commands */
 
 static struct drain {
     struct source in;
-    bool used;
-} drains[MAX_DRAINS];
+    uint64_t adopted; /* 0: unused, else the place in the order of adoption */
+} *drains;
+
+bool drain_table_open(void)
+{
+    drains = table_alloc(MAX_DRAINS * sizeof *drains);
+    return drains != NULL;
+}
 
 uint64_t spool_bytes(void)
 {
@@ -27,20 +33,12 @@ void stream_open(struct stream *stream, struct job *job)
     *stream = (struct stream){ .in.fd = -1, .job = job, .file = -1 };
 }
 
+/* A file without a name, and O_EXCL: without the way to get one. */
 static int spool_file(void)
 {
-    static unsigned counter;
-    char name[24];
     if (!config.has_spool)
         return memfd_create("output", MFD_CLOEXEC);
-    int fd = openat(FD_SPOOL, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
-    if (fd >= 0)
-        return fd;
-    snprintf(name, sizeof name, "%u", counter++);
-    fd = openat(FD_SPOOL, name, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-    if (fd >= 0)
-        unlinkat(FD_SPOOL, name, 0);
-    return fd;
+    return openat(FD_SPOOL, ".", O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
 }
 
 /* Give up the oldest finished output that nobody reads; false when there is none. */
@@ -220,15 +218,23 @@ static void drain_ready(struct source *source, uint32_t events)
     if (n > 0 || (n < 0 && (errno == EAGAIN || errno == EINTR)))
         return;
     source_close(source);
-    drain->used = false;
+    drain->adopted = 0;
 }
 
+/* Closed, the holders of the other end would die by SIGPIPE, so we read on; but each costs a
+ * descriptor of ours, and a sandbox can make any number: the oldest is given up. */
 void drain_adopt(int fd)
 {
+    static uint64_t order;
     struct drain *drain = drains;
-    while (drain < drains + MAX_DRAINS && drain->used)
-        drain++;
-    /* Closed, its holders would die by SIGPIPE; left open and unread, they only wait. */
-    if (drain < drains + MAX_DRAINS)
-        drain->used = source_open(&drain->in, fd, EPOLLIN, drain_ready);
+    for (struct drain *d = drains; d < drains + MAX_DRAINS && drain->adopted; d++)
+        if (d->adopted < drain->adopted)
+            drain = d;
+    if (drain->adopted)
+        source_close(&drain->in);
+    drain->adopted = ++order;
+    if (!source_open(&drain->in, fd, EPOLLIN, drain_ready)) {
+        close(fd);
+        drain->adopted = 0;
+    }
 }

@@ -10,8 +10,54 @@
 
 #include "job.h"
 
-static struct transfer transfers[MAX_TRANSFERS];
+static struct transfer *transfers;
 static const struct call_ops transfer_ops;
+
+/* Children whose call is over and that end by themselves: with their result sent, or to undo what
+ * their caller abandoned. Not for ever, though: the sandbox may have stopped or frozen them. */
+static struct leaver {
+    pid_t pid;
+    uint64_t kill_us; /* 0: killed */
+} *leavers;
+static unsigned n_leavers;
+
+bool transfer_table_open(void)
+{
+    transfers = table_alloc(MAX_TRANSFERS * sizeof *transfers);
+    leavers = table_alloc(MAX_TRANSFERS * sizeof *leavers);
+    return transfers && leavers;
+}
+
+static void let_go(struct transfer *t)
+{
+    if (t->pid > 0 && n_leavers == MAX_TRANSFERS)
+        kill(t->pid, SIGKILL);
+    else if (t->pid > 0)
+        leavers[n_leavers++] = (struct leaver){ t->pid, now_us() + LEAVE_US };
+    t->pid = 0;
+}
+
+static struct leaver *leaver_find(pid_t pid)
+{
+    for (struct leaver *leaver = leavers; leaver < leavers + n_leavers; leaver++)
+        if (leaver->pid == pid)
+            return leaver;
+    return NULL;
+}
+
+uint64_t transfers_tick(uint64_t now)
+{
+    uint64_t due = 0;
+    for (struct leaver *leaver = leavers; leaver < leavers + n_leavers; leaver++) {
+        if (leaver->kill_us && now >= leaver->kill_us) {
+            kill(leaver->pid, SIGKILL);
+            leaver->kill_us = 0;
+        }
+        if (leaver->kill_us && (!due || leaver->kill_us < due))
+            due = leaver->kill_us;
+    }
+    return due;
+}
 
 struct transfer *transfer_new(struct call *call)
 {
@@ -57,6 +103,8 @@ static void transfer_stop(struct transfer *t)
 {
     if (t->pid > 0 && t->to.fd < 0)
         kill(t->pid, SIGKILL);
+    else
+        let_go(t);
     transfer_free(t);
 }
 
@@ -84,7 +132,7 @@ static bool try_finish(struct transfer *t)
     }
     struct mp_writer w = reply_begin(call);
     mp_put_raw(&w, t->result, t->result_n);
-    t->pid = 0; /* it ends by itself */
+    let_go(t);
     transfer_free(t);
     reply_send(call, &w);
     return true;
@@ -279,7 +327,7 @@ static void unhold(struct transfer *t)
     if (!t->held)
         return;
     t->held = false;
-    conn_release(t->call->conn);
+    t->call->conn->held_until = 1; /* not here: what waits may cancel this very call */
 }
 
 /* The encoded item lies behind the kind byte on `scratch`, where the frame is built as well. */
@@ -303,7 +351,7 @@ static bool handle_report(struct transfer *t, size_t n)
     switch (scratch[0]) {
     case REPORT_READY:
         unhold(t);
-        return t->used;
+        return true;
     case REPORT_ITEM:
         forward_item(t->call, n - 1);
         return true;
@@ -358,14 +406,41 @@ static void ctl_ready(struct source *source, uint32_t events)
         transfer_pump(t->call);
 }
 
-bool transfers_reap(pid_t pid)
+static struct transfer *transfer_of(pid_t pid)
 {
     for (struct transfer *t = transfers; t < transfers + MAX_TRANSFERS; t++)
-        if (t->used && t->pid == pid) {
-            t->pid = 0; /* its last words are still in the socket */
-            return true;
-        }
-    return false;
+        if (t->used && t->pid == pid)
+            return t;
+    return NULL;
+}
+
+bool transfers_reap(pid_t pid)
+{
+    struct leaver *leaver = leaver_find(pid);
+    struct transfer *t = leaver ? NULL : transfer_of(pid);
+    if (leaver)
+        *leaver = leavers[--n_leavers];
+    if (t)
+        t->pid = 0; /* its last words are still in the socket */
+    return leaver || t;
+}
+
+bool transfers_stopped(pid_t pid)
+{
+    struct failure failure = {
+        .code = "unavailable",
+        .message = "the file operation was stopped from inside the sandbox",
+    };
+    struct transfer *t = transfer_of(pid);
+    if (!t && !leaver_find(pid))
+        return false; /* an orphan of some command */
+    bool there = t && read_ctl(t);
+    kill(pid, SIGKILL);
+    if (there && t->have_result)
+        transfer_pump(t->call); /* it was stopped on its way out: nothing is missing */
+    else if (there)
+        transfer_fail(t, &failure);
+    return true;
 }
 
 static bool plumb(struct transfer *t, struct file_task *task, int ours[3])

@@ -39,8 +39,23 @@ static struct watched *lookup(int wd)
     return NULL;
 }
 
+/* ".dsec-write-<pid>-<n>", as open_temporary in file_data.c makes them: a write is seen as the
+ * appearance of the file, not as how it came about. */
+static bool is_temporary(const char *name)
+{
+    static const char prefix[] = TEMPORARY_PREFIX;
+    const char *pid = name + sizeof prefix - 1;
+    if (strncmp(name, prefix, sizeof prefix - 1) != 0)
+        return false;
+    size_t n = strspn(pid, "0123456789");
+    const char *number = pid + n + 1;
+    return n && pid[n] == '-' && *number && !number[strspn(number, "0123456789")];
+}
+
 static void emit(const char *kind, const char *directory, const char *name)
 {
+    if (is_temporary(name))
+        return;
     static uint8_t room[2 * MAX_PATH + 64];
     static char path[2 * MAX_PATH];
     struct mp_writer w = mp_writer_of(room, sizeof room);

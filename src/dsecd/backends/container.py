@@ -36,7 +36,6 @@ from dsecd.host.netns import Netns
 from dsecd.host.network import Attachment
 from dsecd.host.plan import DestroyPlan
 from dsecd.host.ranges import Range
-from dsecd.host.settle import settle
 from dsecd.host.spawner import Spawned
 from dsecd.host.upper import Upper
 from dsecd.model import Death, Spec
@@ -44,7 +43,6 @@ from libdsec.errors import DSecError, Internal
 from libdsec.model import Feature
 
 logger = logging.getLogger("dsecd.container")
-CONNECT_TIMEOUT_S = 10.0
 DESTROY_TIMEOUT_MS = 10_000
 WATCH_AFTER_S = 1.0
 
@@ -138,19 +136,19 @@ class ContainerBackend:
         host = self._host
         layer = host.layers.resolve(spec.image)
         holding = Holding(sandbox)
-        with contextlib.ExitStack() as undo:
+        try:
             host.mounts.acquire(layer.digest, layer.path)
-            undo.callback(host.mounts.release, layer.digest)
             holding.layers.append((layer.digest, str(layer.path)))
             holding.range = host.ranges.acquire()
-            undo.callback(host.ranges.release, holding.range)
             if on_disk(spec, host.disk_uppers):
                 holding.upper = host.uppers.plan(sandbox, spec.disk_bytes)
                 holding.upper_bytes = holding.upper.limit_bytes
             else:
                 holding.upper_bytes = memory_upper_bytes(spec)
             holding.cpus = host.cpu_load.choose(host.tree.cpu_count(spec.cpu_cores))
-            undo.pop_all()
+        except BaseException:
+            self._give_back_pooled(holding)
+            raise
         self._holdings[sandbox] = holding
         return holding.handle()
 
@@ -175,7 +173,7 @@ class ContainerBackend:
         return self._instance(holding, spec, spawned.micros)
 
     async def _spawn(self, holding: Holding, spec: Spec) -> Spawned:
-        """Have a spawner make the container; not interruptible, so that nothing is half-known."""
+        """Have a spawner make the container; a cancelled call leaves none."""
         host = self._host
         assert holding.range is not None
         assert holding.netns is not None
@@ -185,16 +183,11 @@ class ContainerBackend:
             plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
             with host.mounts.lowers([digest for digest, _ in holding.layers]) as lowers:
                 fds = [holding.range.userns_fd, holding.netns.fd, *lowers]
-                work = asyncio.ensure_future(host.spawners.create(plan, fds, slot))
-                cancelled = await settle(work)
+                spawned = await host.spawners.create(plan, fds, slot)
         except BaseException:
             host.spawners.cancel(slot)
             raise
-        spawned = work.result()
         holding.slot = slot if isinstance(slot, Slot) else None
-        if cancelled:
-            holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
-            raise asyncio.CancelledError
         return spawned
 
     def _resources(self, holding: Holding, spec: Spec, slot: object) -> Resources:
@@ -216,14 +209,14 @@ class ContainerBackend:
         )
 
     async def _connect(self, holding: Holding) -> None:
-        """Connect to dsec-init; its socket listens since before it was started."""
+        """Connect to dsec-init; its socket listens since before it was started.
+
+        No timeout: connect(2) of a unix socket succeeds or fails at once, unlike an answer.
+        """
         path = f"{runtime_dir(self._host.template, holding.sandbox)}/agent.sock"
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                holding.channel = await AgentChannel.connect(
-                    path, on_closed=lambda: self._lost(holding)
-                )
-        except (OSError, TimeoutError) as error:
+            holding.channel = await AgentChannel.connect(path, lambda: self._lost(holding))
+        except OSError as error:
             raise Internal(f"dsec-init does not answer on {path}: {error}") from error
 
     def _instance(self, holding: Holding, spec: Spec | None, micros: Mapping[str, int]) -> Instance:

@@ -60,6 +60,11 @@ class SlotPool:
         """How many still hold processes that are leaving."""
         return len(self._draining)
 
+    @property
+    def _low(self) -> bool:
+        """Whether more slots should be made: below half, so that what is lent may come back."""
+        return 2 * len(self._ready) <= self._size
+
     def prepare(self) -> None:
         """Make our parent directories. Raises `OSError`."""
         for path in self._parents.values():
@@ -93,7 +98,8 @@ class SlotPool:
         except OSError as error:
             raise Exhausted(f"cannot make a cgroup slot: {error.strerror}") from error
         self._held[slot.name] = slot
-        self._wake.set()
+        if self._low:
+            self._wake.set()
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -102,7 +108,8 @@ class SlotPool:
             raise Internal(f"slot {slot.name} released twice")
         slot.waits = 0
         self._draining.append(slot)
-        self._wake.set()
+        if self._low or len(self._draining) == 1:
+            self._wake.set()  # otherwise it is looked at with those before it
 
     def adopt(self, name: str) -> Slot:
         """Hold the slot of a sandbox that outlived the last daemon. Raises `NotFound`."""
@@ -240,7 +247,7 @@ class SlotPool:
         self._ready.append(slot)
 
     def _usage(self, memory: str) -> int:
-        return int(self._files.read(f"{memory}/memory.usage_in_bytes"))
+        return self._files.number(f"{memory}/memory.usage_in_bytes")
 
     def _trim(self, memory: str) -> None:
         """Reclaim down to `trim_bytes` by setting a limit for a moment; the group is empty."""
@@ -294,7 +301,7 @@ class SlotPool:
 
     def _occupied(self, slot: Slot) -> bool:
         """Return whether any process, also a dying one, is in the slot: in one group, in all."""
-        return int(self._files.read(f"{slot.directories['pids']}/pids.current")) > 0
+        return self._files.number(f"{slot.directories['pids']}/pids.current") > 0
 
     async def _remove(self, slot: Slot) -> None:
         """Remove the groups; a group that still has processes stays for the next daemon.

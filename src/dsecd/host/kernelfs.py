@@ -29,6 +29,14 @@ class KernelFiles:
         finally:
             os.close(fd)
 
+    def number(self, path: str) -> int:
+        """Return the one number that a kernel file holds."""
+        fd = os.open(path, _READ)
+        try:
+            return int(os.read(fd, 64))
+        finally:
+            os.close(fd)
+
     def write(self, path: str, value: str) -> None:
         """Write `value` in one write(2), which is what kernel files parse."""
         fd = os.open(path, _WRITE)

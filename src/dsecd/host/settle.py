@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 
@@ -16,8 +17,17 @@ async def settle(future: asyncio.Future[Any]) -> bool:
     """
     cancelled = False
     while not future.done():
+        waiter = asyncio.get_running_loop().create_future()  # a cancelled await cancels only this
+        wake = functools.partial(_wake, waiter)
+        future.add_done_callback(wake)
         try:
-            await asyncio.wait({future})
+            await waiter
         except asyncio.CancelledError:
+            future.remove_done_callback(wake)
             cancelled = True
     return cancelled
+
+
+def _wake(waiter: asyncio.Future[None], _: asyncio.Future[Any]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -36,6 +36,7 @@ from dsecd.host.plan import (
     DestroyPlan,
     SpawnReply,
 )
+from dsecd.host.settle import settle
 from libdsec.errors import DSecError, Exhausted, Internal, InvalidArgument, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -271,10 +272,11 @@ class SpawnerPool:
             self._delay_s = min(2 * self._delay_s, _RESTART_DELAY_MAX_S)
             self._run(self._replace(group))
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- creators -----------------------------------------------------------------------------
 
@@ -384,7 +386,7 @@ class SpawnerPool:
         `slot` comes from `reserve`; any other slot works too, at the price of entering it now. On
         success it belongs to the container, in every other case to the pool again. Raises
         `Exhausted` or `Internal` naming the step that failed, with nothing left behind. A cancelled
-        call is finished and undone.
+        call is finished and undone before it raises `CancelledError`: nothing is half-known.
         """
         worker = self._taken.pop(id(slot), None) if slot is not None else None
         if worker is None:
@@ -409,11 +411,11 @@ class SpawnerPool:
         call: _Call,
         slot: Slot | None,
     ) -> Spawned:
-        try:
-            reply, pidfd = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            self._run(self._undo_cancelled(worker, plan, call))
-            raise
+        """Wait for the spawner; what a cancelled caller will not get is taken down first."""
+        if await settle(call):
+            await settle(self._run(self._undo_cancelled(worker, plan, call)))
+            raise asyncio.CancelledError
+        reply, pidfd = call.result()
         if reply.error:
             self._release(worker)  # the slot is still its own
             raise step_error(f"creating {plan.sandbox}", reply.error, reply.step)
@@ -442,7 +444,8 @@ class SpawnerPool:
             if reply.error:
                 self._release(worker)
                 return
-            worker_slot, worker.slot = worker.slot, None
+            held = worker.slot
+            self._hand_over(worker, held)
             try:
                 await self.destroy(
                     DestroyPlan(
@@ -455,8 +458,7 @@ class SpawnerPool:
                 )
             finally:
                 os.close(pidfd)
-                worker.slot = worker_slot
-                self._release(worker)
+                self._give_back(held)  # used again when nobody is left in it
 
     async def destroy(self, plan: DestroyPlan, *fds: int) -> bool:
         """Kill and remove the container of `plan`; safe to repeat. `fds` stay the caller's.
