@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -152,10 +151,13 @@ struct sock_fprog_layout {
 /* Both need privilege, so they come before the identity is given up. */
 static void install_bounds(void)
 {
+    /* Entering a user namespace fills the set, so nothing of it can be dropped in advance. */
     for (int cap = 0; cap < 64; cap++)
-        if (!(config.caps >> cap & 1) && prctl(PR_CAPBSET_READ, cap, 0, 0, 0) == 1 &&
-            prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) < 0)
+        if (!(config.caps >> cap & 1) && prctl(PR_CAPBSET_DROP, cap, 0, 0, 0) < 0) {
+            if (errno == EINVAL && prctl(PR_CAPBSET_READ, cap, 0, 0, 0) < 0)
+                break; /* the kernel knows no higher one */
             child_fail(INTERNAL, "cannot drop capability %d: %s", cap, strerror(errno));
+        }
     if (config.no_new_privs && prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
         child_fail(INTERNAL, "cannot set no_new_privs: %s", strerror(errno));
     struct sock_fprog_layout filter = {
@@ -206,9 +208,10 @@ static void become(struct mp_bytes user, struct mp_bytes groups, struct identity
     if (groups.p)
         read_groups(groups, who);
     install_bounds();
-    if (setgroups((size_t)who->n_groups, who->groups) < 0 ||
-        setresgid(who->gid, who->gid, who->gid) < 0 ||
-        setresuid(who->uid, who->uid, who->uid) < 0)
+    /* Not through the C library, which would first look for threads to change as well. */
+    if (syscall(SYS_setgroups, (size_t)who->n_groups, who->groups) < 0 ||
+        syscall(SYS_setresgid, who->gid, who->gid, who->gid) < 0 ||
+        syscall(SYS_setresuid, who->uid, who->uid, who->uid) < 0)
         child_fail(errno == EINVAL ? INVALID_ARGUMENT : INTERNAL,
                    "cannot become user %.*s (uid %u, gid %u): %s", (int)user.n, user.p, who->uid,
                    who->gid, strerror(errno));
