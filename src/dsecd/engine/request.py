@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+
+import msgspec
 
 from dsecd.model import Spec
 from libdsec.errors import InvalidArgument
@@ -12,6 +15,7 @@ from libdsec.model import DSecContainerRunArgs
 MIB = 1 << 20
 MIN_MEMORY_MB = 8
 MAX_KEY = 200
+_decode = msgspec.msgpack.Decoder(DSecContainerRunArgs).decode
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _ENV_NAME = re.compile(r"[^=\0]+")
 _USER = re.compile(r"[^:\0\n/]{1,64}(:[^:\0\n/]{1,64})?")
@@ -34,6 +38,16 @@ def check_key(key: str) -> None:
 
 def compile_spec(sandbox: str, args: DSecContainerRunArgs) -> Spec:
     """Return the spec of `args`. Raises `InvalidArgument` naming the field."""
+    spec = _checked(msgspec.msgpack.encode(args))
+    if spec.hostname:
+        return spec
+    return msgspec.structs.replace(spec, hostname=sandbox.rpartition("-")[2])
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(encoded: bytes) -> Spec:
+    """Return the spec of a request, "" for a host name to be made; a burst repeats one request."""
+    args = _decode(encoded)
     _check_limits(args)
     _check_texts(args)
     sealed = args.network_rules is not None
@@ -49,7 +63,7 @@ def compile_spec(sandbox: str, args: DSecContainerRunArgs) -> Spec:
         user=args.init_user,
         workdir=args.workdir or "",
         env=args.env,
-        hostname=args.hostname or sandbox.rpartition("-")[2],
+        hostname=args.hostname or "",
         no_new_privileges=args.no_new_privileges,
         output_limit=args.output_limit_mb * MIB,
         spool_limit=args.spool_limit_mb * MIB,

@@ -27,6 +27,7 @@ from libdsec.errors import Exhausted, Internal, NotFound
 TRIM_BYTES = 32 << 20
 _MADE_PER_TURN = 8  # then other coroutines get the loop: 8 slots are 1.5–3 ms
 _LOOKS_PER_TURN = 64
+_FAST_S, _SLOW_S = 0.01, 1.0  # between looks at slots that drain
 _FAST_LOOKS = 50  # processes killed with their sandbox leave within milliseconds
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class SlotPool:
         self._next = 0
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_when = 0.0
 
     @property
     def ready(self) -> int:
@@ -108,8 +111,10 @@ class SlotPool:
             raise Internal(f"slot {slot.name} released twice")
         slot.waits = 0
         self._draining.append(slot)
-        if self._low or len(self._draining) == 1:
-            self._wake.set()  # otherwise it is looked at with those before it
+        if self._low:
+            self._wake.set()
+        else:
+            self._look_in(_FAST_S)  # with its neighbours: its processes take a moment anyway
 
     def adopt(self, name: str) -> Slot:
         """Hold the slot of a sandbox that outlived the last daemon. Raises `NotFound`."""
@@ -166,6 +171,9 @@ class SlotPool:
 
     async def close(self) -> None:
         """Stop refilling and remove every slot without processes, then the parents if empty."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -188,24 +196,29 @@ class SlotPool:
 
     async def _run(self) -> None:
         while True:
-            await self._wait()
+            await self._wake.wait()
             self._wake.clear()
             try:
                 await self._drain()
                 await self._fill()
             except OSError as error:
                 _log.warning("cgroup slots: %s", error)
-                await asyncio.sleep(1.0)
+                self._look_in(_SLOW_S)
 
-    async def _wait(self) -> None:
-        """Sleep until there is work: at once when woken, shortly while slots drain."""
-        if not self._draining:
-            await self._wake.wait()
-            return
-        fast = any(slot.waits < _FAST_LOOKS for slot in self._draining)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(0.01 if fast else 1.0):
-                await self._wake.wait()
+    def _look_in(self, delay_s: float) -> None:
+        """Wake the background in `delay_s`, or earlier if that was arranged before."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + delay_s
+        if self._timer is not None:
+            if self._timer_when <= when:
+                return
+            self._timer.cancel()
+        self._timer_when = when
+        self._timer = loop.call_at(when, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._wake.set()
 
     async def _drain(self) -> None:
         for _ in range(min(len(self._draining), _LOOKS_PER_TURN)):
@@ -219,8 +232,13 @@ class SlotPool:
             except BaseException:
                 self._draining.append(slot)  # cancelled or refused: it is still ours
                 raise
+        if self._draining:
+            fast = any(slot.waits < _FAST_LOOKS for slot in self._draining)
+            self._look_in(_FAST_S if fast else _SLOW_S)
 
     async def _fill(self) -> None:
+        if not self._low:
+            return
         made = 0
         while len(self._ready) < self._size:
             self._ready.append(self._make())

@@ -140,7 +140,8 @@ class NetnsPool:
         if self._closed:
             raise Unavailable("the daemon is stopping")
         self._last_acquire = asyncio.get_running_loop().time()
-        self._wanted.set()
+        if 2 * len(self._free) <= self._depth:  # what is lent now comes back and wants its place
+            self._wanted.set()
         if self._free:
             fd = self._free.popleft()
             recycled = fd not in self._fresh

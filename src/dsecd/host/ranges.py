@@ -72,7 +72,8 @@ class RangePool:
         """Return a free range with its namespace. Never waits. Raises `Exhausted`."""
         taken = self._ready.popleft() if self._ready else self._open(self._free_index())
         self._held[taken.index] = taken
-        self._wake.set()
+        if 2 * len(self._ready) <= self._target:  # what is held comes back too
+            self._wake.set()
         return taken
 
     def release(self, taken: Range) -> None:
