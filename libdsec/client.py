@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 import warnings
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -110,7 +109,7 @@ class DSecClient:
         is retried with the same idempotency key and gives the same one. Raises `NotFound` (no
         such image), `InvalidArgument`, `Exhausted` (host full; retryable), `Timeout`.
         """
-        create = model.CreateArgs(key=uuid.uuid4().hex, args=args, timeout_s=timeout)
+        create = model.CreateArgs(key=os.urandom(16).hex(), args=args, timeout_s=timeout)
         info = await self._link.call(
             "sandbox.create",
             create,

@@ -54,11 +54,10 @@ def data_sink(callback: DataCallback | None) -> Sink | None:
     return lambda data, last: callback(data) if data else None
 
 
-async def _give(sink: Sink | None, data: bytes, last: bool = False) -> None:
-    if sink is not None:
-        answer = sink(data, last)
-        if inspect.isawaitable(answer):
-            await answer
+async def _give(sink: Sink, data: bytes, last: bool = False) -> None:
+    answer = sink(data, last)
+    if inspect.isawaitable(answer):
+        await answer
 
 
 class OutputStream:
@@ -186,7 +185,9 @@ class OutputStream:
     async def _pass_on(self, output: model.Output) -> model.Output:
         if self._kept:
             self._kept[output.stream] += output.data
-        await _give(self._sinks[output.stream], output.data)
+        sink = self._sinks[output.stream]
+        if sink is not None:
+            await _give(sink, output.data)
         return output
 
     def _ended(self, end: model.CommandResult) -> None:
@@ -201,9 +202,11 @@ class OutputStream:
                 self._offsets[number] += len(data)
 
     async def _finish(self, end: model.CommandResult) -> None:
-        await _give(self._sinks[1], b"", True)
-        await _give(self._sinks[2], b"", True)
-        out, err = (bytes(self._kept.get(number, b"")) for number in (1, 2))
+        for sink in self._sinks.values():
+            if sink is not None:
+                await _give(sink, b"", True)
+        kept = self._kept
+        out, err = (bytes(kept[1]), bytes(kept[2])) if kept else (b"", b"")
         self.result = from_model(end, out, err)
 
 

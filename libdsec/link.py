@@ -213,8 +213,10 @@ class Link:
         """
         limit = self.request_timeout_s if timeout_s is None else timeout_s
         packed = pack(args)
+        if not limit:
+            return unpack(await self._repeat(op, packed, target, retry, on_late_result), kind)
         try:
-            async with asyncio.timeout(limit or None):
+            async with asyncio.timeout(limit):
                 raw = await self._repeat(op, packed, target, retry, on_late_result)
         except TimeoutError as error:
             raise Timeout(f"{op} was not answered within {limit:g} s", timeout_s=limit) from error

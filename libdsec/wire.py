@@ -120,7 +120,9 @@ class Splitter:
                     break
                 end = start + 4 + length
                 # bytes(): the decoded Raw fields would otherwise pin, and block, the buffer
-                body = data[start + 4 : end] if whole else bytes(memoryview(buffer)[start + 4 : end])
+                body = (
+                    data[start + 4 : end] if whole else bytes(memoryview(buffer)[start + 4 : end])
+                )
                 start = end
                 try:
                     yield _decoder.decode(body)

@@ -22,7 +22,8 @@ def size() -> PtySize:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except (OSError, ValueError):
         return PtySize()
-    return PtySize(rows=rows, cols=columns)
+    # a terminal that nobody told its size says 0 by 0
+    return PtySize(rows=rows, cols=columns) if rows and columns else PtySize()
 
 
 @contextlib.contextmanager

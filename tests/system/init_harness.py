@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,7 @@ if owned:
         os.dup2(fd, number, inheritable=True)
         if fd != number:
             os.close(fd)
+        os.set_inheritable(number, True)  # dup2 to itself leaves it as it is
     os.kill(holder, signal.SIGKILL); os.waitpid(holder, 0)
     os.setgroups([])
     os.setresgid(owner, owner, owner); os.setresuid(owner, owner, owner)
@@ -231,6 +233,8 @@ class Init:
 
     def stop(self) -> None:
         self.client.close()
+        with contextlib.suppress(OSError, IndexError):
+            os.kill(self.pid(), signal.SIGKILL)  # unshare's --kill-child ends with a setresuid
         self.process.kill()
         self.process.wait()
         deadline = time.monotonic() + 10

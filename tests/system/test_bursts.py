@@ -1,9 +1,8 @@
-"""faults.md, "Bursts"."""
+"""faults.md, "Bursts", on the wire; as a user of libdsec meets them: test_fault_bursts.py."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -34,12 +33,11 @@ async def test_the_same_key_a_hundred_times_is_one_sandbox() -> None:
         assert len(d.cgroups()) == 1
 
 
-async def test_a_batch_of_128_takes_seconds_at_most() -> None:
+async def test_a_batch_of_128_is_one_stream_of_128_answers() -> None:
     async with daemon() as d:
         client = await d.client()
         keys = [f"k{i}" for i in range(128)]
         args = model.DSecContainerRunArgs(container_image=IMAGE)
-        begun = time.monotonic()
         call = client.open("sandbox.create_many", model.CreateManyArgs(keys=keys, args=args))
         seen = set()
         for _ in keys:
@@ -48,25 +46,4 @@ async def test_a_batch_of_128_takes_seconds_at_most() -> None:
             seen.add(created.info.id)
             call.grant(1)
         await call.answer()
-        assert time.monotonic() - begun < 10
         assert len(seen) == 128
-
-
-@pytest.mark.slow
-async def test_latency_does_not_grow_with_the_number_of_live_sandboxes() -> None:
-    async with daemon() as d:
-        client = await d.client()
-
-        async def median_ms(tag: str) -> float:
-            times = []
-            for i in range(40):
-                begun = time.perf_counter()
-                await client.create(f"{tag}{i}", IMAGE)
-                times.append(time.perf_counter() - begun)
-            return sorted(times)[20] * 1e3
-
-        await median_ms("warm")
-        empty = await median_ms("a")
-        await asyncio.gather(*(client.create(f"fill{i}", IMAGE) for i in range(400)))
-        full = await median_ms("b")
-        assert full < 3 * empty + 1

@@ -377,6 +377,16 @@ def test_recursive_watch_follows_new_and_renamed_directories(
         client.call("files.watch", path=here + b"/absent")
 
 
+def test_watch_shows_a_write_and_not_its_temporary_file(client: InitClient, here: bytes) -> None:
+    call = client.open("files.watch", path=here)
+    client.call("files.write", path=here + b"/whole", data=b"x" * 100)
+    client.run("touch .dsec-write-1-x .dsec-write- end", cwd=here)
+    names = {name for _, name in watched(client, call, b"end")}
+    assert names == {b"whole", b".dsec-write-1-x", b".dsec-write-", b"end"}
+    client.send(wire.Cancel(call))
+    client.finish(call)
+
+
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
 def test_forward_carries_both_ways_and_half_closes(
     client: InitClient, family: socket.AddressFamily

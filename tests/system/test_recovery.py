@@ -1,18 +1,19 @@
-"""kill -9 of dsecd at any instant: no running sandbox is lost, nothing leaks."""
+"""kill -9 of dsecd at any instant: no running sandbox is lost, nothing leaks.
+
+With 500 sandboxes and a client that stays connected: test_fault_acceptance.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import time
 from pathlib import Path
 
 import pytest
 
 from libdsec import model
 from libdsec.errors import DSecError, Unavailable
-from tests.system.daemon import IMAGE, Daemon, daemon, until
+from tests.system.daemon import IMAGE, daemon, until
 
 pytestmark = pytest.mark.root
 
@@ -151,42 +152,3 @@ async def test_the_clocks_go_on_after_a_restart() -> None:
         await until(lambda: d.cgroups() == [], 8)
         assert "maximum lifetime" in (await client.get(short.id)).reason
         assert "idle timeout" in (await client.get(idle.id)).reason
-
-
-async def readoption(d: Daemon, count: int, commands: int) -> float:
-    """Create `count` sandboxes, kill -9, restart; returns seconds until all answer."""
-    client = await d.client()
-    infos = await asyncio.gather(*(client.create(f"k{i}", IMAGE) for i in range(count)))
-    script = b"i=0; while [ $i -lt 20000 ]; do echo $i; i=$((i+1)); done; sleep 2; echo end"
-    for info in infos[:commands]:
-        args = model.ExecArgs(cid="bg", shell=script, background=True)
-        await client.call("exec.start", args, info.id)
-    d.kill()
-    begun = time.monotonic()
-    await d.start()
-    client = await d.client()
-    answers = await asyncio.gather(*(client.run(info.id, "true") for info in infos))
-    took = time.monotonic() - begun
-    assert [answer.exit_code for answer in answers] == [0] * count
-    expected = b"".join(b"%d\n" % i for i in range(20000)) + b"end\n"
-    for info in infos[:commands]:
-        assert await output_of(client, info.id, "bg") == expected
-    await asyncio.gather(*(client.stop(info.id) for info in infos))
-    assert d.remains() == []
-    return took
-
-
-def allowed_s() -> float:
-    """3 s, in proportion more on a machine that other work keeps busy."""
-    return 3.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-async def test_fifty_sandboxes_are_back_within_three_seconds() -> None:
-    async with daemon() as d:
-        assert await readoption(d, 50, 5) < allowed_s()
-
-
-@pytest.mark.slow
-async def test_five_hundred_sandboxes_are_back_within_three_seconds() -> None:
-    async with daemon() as d:
-        assert await readoption(d, 500, 50) < allowed_s()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import subprocess
@@ -64,6 +65,8 @@ async def lend_programs(sandbox: Sandbox, *programs: str) -> None:
     busybox writes and reads a few bytes at a time: too slow for tests of gigabytes.
     """
     for program in programs:
-        linked = subprocess.run(["ldd", program], capture_output=True, text=True, check=True)
+        linked = await asyncio.to_thread(
+            subprocess.run, ["ldd", program], capture_output=True, text=True, check=True
+        )
         for path in (program, *re.findall(r"(/\S+) \(0x", linked.stdout)):
             await sandbox.files.upload(Path(path).resolve(), path)

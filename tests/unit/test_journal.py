@@ -47,6 +47,19 @@ async def test_concurrent_writers_share_a_commit(tmp_path: Path) -> None:
     journal.close()
 
 
+async def test_of_several_rows_of_one_sandbox_the_last_is_kept(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.db")
+    await asyncio.gather(journal.write(row("a")), journal.write(row("a", "running")))
+    assert journal.commits == 1
+    journal.post(row("b", "ended"))
+    journal.drop("b")
+    journal.drop("a")
+    journal.post(row("a", "ended"))
+    journal.flush()
+    assert [(found.id, found.state) for found in journal.rows()] == [("a", "ended")]
+    journal.close()
+
+
 async def test_epochs_grow(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j.db")
     first = journal.next_epoch()

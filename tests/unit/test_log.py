@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -51,3 +52,38 @@ def test_text_never_lets_control_characters_through() -> None:
     log.event(logging.getLogger("dsecd.test"), logging.INFO, "said", what="\x1b[2J\a")
     assert "\x1b" not in stream.getvalue()
     assert "\\x1b[2J\\x07" in stream.getvalue()
+
+
+async def test_lines_are_held_for_a_moment_but_never_a_warning() -> None:
+    stream = io.StringIO()
+    log.configure(Log(format="json"), stream)
+    logger = logging.getLogger("dsecd.test")
+    log.event(logger, logging.INFO, "first", value=object())
+    logger.info("second")
+    assert stream.getvalue() == ""
+    log.event(logger, logging.WARNING, "third")
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == [
+        "first", "second", "third",
+    ]  # fmt: skip
+    logger.info("fourth")
+    await asyncio.sleep(2 * log.DELAY_S)
+    assert "fourth" in stream.getvalue()
+
+
+async def test_a_reader_that_is_gone_ends_nothing() -> None:
+    stream = io.StringIO()
+    log.configure(Log(format="json"), stream)
+    stream.close()
+    logging.getLogger("dsecd.test").error("nobody hears it")
+
+
+async def test_an_event_says_what_a_record_would() -> None:
+    stream = io.StringIO()
+    log.configure(Log(format="json"), stream)
+    logger = logging.getLogger("dsecd.test")
+    with log.about("s0-n0-1-1"):
+        log.event(logger, logging.ERROR, "said", ms=1.5)
+        logger.error("said", extra={"fields": {"ms": 1.5}})
+    event, record = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert abs(event.pop("time") - record.pop("time")) < 1.0
+    assert event == record

@@ -12,6 +12,7 @@
 #include "loop.h"
 
 #define ACCOUNT_FILE_MAX (1u << 20)
+#define ACCOUNT_FILE_SMALL 4096
 
 struct text {
     const char *p, *end;
@@ -30,11 +31,12 @@ static struct text read_file(const char *path)
     int fd = (int)syscall(SYS_openat2, AT_FDCWD, path, &how, sizeof how);
     if (fd < 0)
         return (struct text){ 0 };
+    static char small[ACCOUNT_FILE_SMALL]; /* whoever reads again has finished with it */
     char *p = NULL;
     size_t n = 0;
     if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0 &&
         st.st_size <= ACCOUNT_FILE_MAX)
-        p = map_alloc((size_t)st.st_size);
+        p = st.st_size <= ACCOUNT_FILE_SMALL ? small : map_alloc((size_t)st.st_size);
     while (p && n < (size_t)st.st_size) {
         ssize_t got = read(fd, p + n, (size_t)st.st_size - n);
         if (got <= 0)

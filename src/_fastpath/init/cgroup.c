@@ -91,12 +91,10 @@ int cgroup_fd(int slot)
     return slot >= 0 ? slots[slot].dir : -1;
 }
 
-bool cgroup_empty(int slot)
+static bool is_empty(const struct slot *slot)
 {
     char text[128];
-    if (slot < 0)
-        return true;
-    ssize_t n = pread(slots[slot].events, text, sizeof text - 1, 0);
+    ssize_t n = pread(slot->events, text, sizeof text - 1, 0);
     if (n < 0)
         return false;
     text[n] = 0;
@@ -145,11 +143,11 @@ int cgroup_kill_others(int slot, pid_t spared)
 }
 
 /* Back to the pool, gone, or waiting for its last process. */
-static void settle(struct slot *slot)
+static void settle(struct slot *slot, bool empty)
 {
     bool waiting = slot->state == LINGERING;
     slot->state = LINGERING;
-    if (cgroup_empty((int)(slot - slots))) {
+    if (empty) {
         if (slot->killed)
             retire(slot);
         else
@@ -161,12 +159,20 @@ static void settle(struct slot *slot)
 void cgroup_release(int slot)
 {
     if (slot >= 0)
-        settle(&slots[slot]);
+        settle(&slots[slot], is_empty(&slots[slot]));
+}
+
+bool cgroup_release_empty(int slot)
+{
+    if (slot < 0 || !is_empty(&slots[slot]))
+        return false;
+    settle(&slots[slot], true);
+    return true;
 }
 
 void cgroups_sweep(void)
 {
     for (int i = 0; lingering && i < slots_high; i++)
         if (slots[i].state == LINGERING)
-            settle(&slots[i]);
+            settle(&slots[i], is_empty(&slots[i]));
 }

@@ -12,13 +12,14 @@
 bool cgroup_table_open(void);
 int cgroup_acquire(void);
 int cgroup_fd(int slot);
-bool cgroup_empty(int slot);
 void cgroup_kill(int slot);
 /* SIGKILL every process of it but `spared`; how many were hit. */
 int cgroup_kill_others(int slot, pid_t spared);
 int cgroup_signal_others(int slot, pid_t spared, int signal);
 /* The command is forgotten: reuse the directory now or when its last process has ended. */
 void cgroup_release(int slot);
+/* The same, but only if it is empty now: true. */
+bool cgroup_release_empty(int slot);
 void cgroups_sweep(void);
 
 #endif

@@ -223,7 +223,7 @@ static int lift(int fd)
 {
     if (fd < 0)
         return -1;
-    int lifted = fcntl(fd, F_DUPFD_CLOEXEC, 40);
+    int lifted = (int)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 40); /* musl's makes two calls of it */
     if (lifted < 0)
         child_fail(EXHAUSTED, "no descriptor left: %s", strerror(errno));
     return lifted;

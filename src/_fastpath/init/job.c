@@ -199,10 +199,8 @@ void job_ended(struct job *job, int status)
     stdin_close(job);
     if (status != 0 && !job->timed_out)
         job->disk_full = disk_is_full();
-    if (job->cgroup >= 0 && cgroup_empty(job->cgroup)) {
-        cgroup_release(job->cgroup);
+    if (cgroup_release_empty(job->cgroup))
         job->cgroup = NO_CGROUP;
-    }
     job_pump(job);
     jobs_trim();
 }

@@ -17,6 +17,7 @@
 #include "cgroup.h"
 #include "config.h"
 #include "job.h"
+#include "leaver.h"
 #include "loop.h"
 #include "session.h"
 #include "transfer.h"
@@ -28,8 +29,8 @@ static struct source children;
 
 static void child_ended(pid_t pid, int status)
 {
-    if (!jobs_reap(pid, status) && !sessions_reap(pid, status))
-        transfers_reap(pid);
+    if (!jobs_reap(pid, status) && !sessions_reap(pid, status) && !transfers_reap(pid))
+        leaver_reap(pid);
 }
 
 /* Root inside may signal a child of ours from the moment it is in the user namespace. Stopped before
@@ -37,17 +38,17 @@ static void child_ended(pid_t pid, int status)
  * stays stopped: that is job control. */
 static void child_stopped(pid_t pid)
 {
-    if (!jobs_stopped(pid) && !sessions_stopped(pid))
-        transfers_stopped(pid);
+    if (!jobs_stopped(pid) && !sessions_stopped(pid) && !transfers_stopped(pid))
+        leaver_stopped(pid); /* else it is an orphan of some command */
 }
 
 static void children_ready(struct source *source, uint32_t events)
 {
     struct signalfd_siginfo pending[8];
     (void)events;
-    while (read(source->fd, pending, sizeof pending) > 0)
-        ;
     int status;
+    if (read(source->fd, pending, sizeof pending) < 0 && errno != EAGAIN)
+        return;
     pid_t pid;
     bool any = false;
     while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {

@@ -3,6 +3,7 @@
 #include "cgroup.h"
 #include "conn.h"
 #include "job.h"
+#include "leaver.h"
 #include "session.h"
 #include "transfer.h"
 
@@ -19,7 +20,7 @@ const char *serve_open(void)
         return "epoll failed";
     bool made = scratch_open() && conn_table_open() && call_table_open() && job_table_open() &&
                 drain_table_open() && session_table_open() && transfer_table_open() &&
-                cgroup_table_open();
+                leaver_table_open() && cgroup_table_open();
     return made ? NULL : "no memory for the tables";
 }
 
@@ -36,7 +37,7 @@ void serve_round(int limit_ms)
     uint64_t now = now_us();
     due = jobs_tick(now); /* first: a command's timeout may set a session's deadline */
     due = sooner(due, sessions_tick(now));
-    due = sooner(due, transfers_tick(now));
     due = sooner(due, conns_tick(now));
+    due = sooner(due, leavers_tick(now)); /* last: a connection that ends makes some */
     scratch_trim();
 }

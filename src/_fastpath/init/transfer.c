@@ -9,54 +9,15 @@
 #include <unistd.h>
 
 #include "job.h"
+#include "leaver.h"
 
 static struct transfer *transfers;
 static const struct call_ops transfer_ops;
 
-/* Children whose call is over and that end by themselves: with their result sent, or to undo what
- * their caller abandoned. Not for ever, though: the sandbox may have stopped or frozen them. */
-static struct leaver {
-    pid_t pid;
-    uint64_t kill_us; /* 0: killed */
-} *leavers;
-static unsigned n_leavers;
-
 bool transfer_table_open(void)
 {
     transfers = table_alloc(MAX_TRANSFERS * sizeof *transfers);
-    leavers = table_alloc(MAX_TRANSFERS * sizeof *leavers);
-    return transfers && leavers;
-}
-
-static void let_go(struct transfer *t)
-{
-    if (t->pid > 0 && n_leavers == MAX_TRANSFERS)
-        kill(t->pid, SIGKILL);
-    else if (t->pid > 0)
-        leavers[n_leavers++] = (struct leaver){ t->pid, now_us() + LEAVE_US };
-    t->pid = 0;
-}
-
-static struct leaver *leaver_find(pid_t pid)
-{
-    for (struct leaver *leaver = leavers; leaver < leavers + n_leavers; leaver++)
-        if (leaver->pid == pid)
-            return leaver;
-    return NULL;
-}
-
-uint64_t transfers_tick(uint64_t now)
-{
-    uint64_t due = 0;
-    for (struct leaver *leaver = leavers; leaver < leavers + n_leavers; leaver++) {
-        if (leaver->kill_us && now >= leaver->kill_us) {
-            kill(leaver->pid, SIGKILL);
-            leaver->kill_us = 0;
-        }
-        if (leaver->kill_us && (!due || leaver->kill_us < due))
-            due = leaver->kill_us;
-    }
-    return due;
+    return transfers != NULL;
 }
 
 struct transfer *transfer_new(struct call *call)
@@ -104,7 +65,7 @@ static void transfer_stop(struct transfer *t)
     if (t->pid > 0 && t->to.fd < 0)
         kill(t->pid, SIGKILL);
     else
-        let_go(t);
+        leaver_add(t->pid);
     transfer_free(t);
 }
 
@@ -132,7 +93,7 @@ static bool try_finish(struct transfer *t)
     }
     struct mp_writer w = reply_begin(call);
     mp_put_raw(&w, t->result, t->result_n);
-    let_go(t);
+    leaver_add(t->pid);
     transfer_free(t);
     reply_send(call, &w);
     return true;
@@ -416,13 +377,10 @@ static struct transfer *transfer_of(pid_t pid)
 
 bool transfers_reap(pid_t pid)
 {
-    struct leaver *leaver = leaver_find(pid);
-    struct transfer *t = leaver ? NULL : transfer_of(pid);
-    if (leaver)
-        *leaver = leavers[--n_leavers];
+    struct transfer *t = transfer_of(pid);
     if (t)
         t->pid = 0; /* its last words are still in the socket */
-    return leaver || t;
+    return t != NULL;
 }
 
 bool transfers_stopped(pid_t pid)
@@ -432,9 +390,9 @@ bool transfers_stopped(pid_t pid)
         .message = "the file operation was stopped from inside the sandbox",
     };
     struct transfer *t = transfer_of(pid);
-    if (!t && !leaver_find(pid))
-        return false; /* an orphan of some command */
-    bool there = t && read_ctl(t);
+    if (!t)
+        return false;
+    bool there = read_ctl(t);
     kill(pid, SIGKILL);
     if (there && t->have_result)
         transfer_pump(t->call); /* it was stopped on its way out: nothing is missing */

@@ -35,8 +35,6 @@ void forward_start(struct call *call, uint16_t port);
 bool transfers_reap(pid_t pid);
 /* Kill a child that was stopped and fail its call; true: the pid is a file operation's. */
 bool transfers_stopped(pid_t pid);
-/* Kill children that outstayed their call; the next instant one is due, or 0. */
-uint64_t transfers_tick(uint64_t now);
 bool transfer_table_open(void);
 
 /* Between transfer.c and forward.c. */

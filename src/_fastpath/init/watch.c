@@ -129,6 +129,41 @@ static void forget_below(const char *path)
     }
 }
 
+/* A directory that was moved away, until the next event says whether it is still among the watched:
+ * what happens in it meanwhile is already queued for its old watches. */
+static struct {
+    uint32_t cookie; /* 0: none */
+    char path[2 * MAX_PATH];
+} moving;
+
+static void rename_below(const char *from, const char *to)
+{
+    size_t n = strlen(from);
+    for (size_t i = 0; i < WATCHES; i++) {
+        const char *name = names + table[i].name;
+        char renamed[2 * MAX_PATH];
+        if (table[i].wd > 0 && strncmp(name, from, n) == 0 && (!name[n] || name[n] == '/')) {
+            snprintf(renamed, sizeof renamed, "%s%s", to, name + n);
+            remember(table[i].wd, renamed);
+        }
+    }
+}
+
+/* `path`: where the directory of this event is now; NULL: the event is not about a directory. */
+static void follow_move(const struct inotify_event *event, const char *path)
+{
+    bool arrived = path && event->mask & IN_MOVED_TO && event->cookie == moving.cookie;
+    if (moving.cookie && arrived)
+        rename_below(moving.path, path);
+    else if (moving.cookie)
+        forget_below(moving.path);
+    moving.cookie = 0;
+    if (path && event->mask & IN_MOVED_FROM) {
+        moving.cookie = event->cookie;
+        snprintf(moving.path, sizeof moving.path, "%s", path);
+    }
+}
+
 static const char *kind_of(uint32_t mask)
 {
     return mask & IN_CREATE       ? "create"
@@ -153,16 +188,21 @@ static void handle(const struct inotify_event *event, int top)
     }
     struct watched *w = lookup(event->wd);
     const char *kind = kind_of(event->mask);
+    if (moving.cookie && !(event->mask & IN_MOVED_TO)) {
+        follow_move(event, NULL); /* may forget what this event is about */
+        w = lookup(event->wd);
+    }
     if (!w || w->wd != event->wd || !kind)
         return;
     const char *directory = names + w->name, *name = event->len ? event->name : "";
+    bool is_directory = recursive && event->mask & IN_ISDIR && event->len;
     char path[2 * MAX_PATH];
     snprintf(path, sizeof path, "%s%s%s", directory, *directory ? "/" : "", name);
     emit(kind, directory, name);
-    if (!recursive || !(event->mask & IN_ISDIR) || !event->len)
+    if (moving.cookie || is_directory)
+        follow_move(event, is_directory ? path : NULL);
+    if (!is_directory)
         return;
-    if (event->mask & IN_MOVED_FROM)
-        forget_below(path);
     if (event->mask & (IN_CREATE | IN_MOVED_TO)) {
         int fd = openat(top, path, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (fd >= 0) {

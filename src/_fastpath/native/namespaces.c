@@ -213,11 +213,11 @@ static int inspect_netns(void *argument)
     struct netns_work *work = argument;
 
     int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (proc < 0 || setns(work->fd, CLONE_NEWNET) < 0)
+    if (proc < 0)
         return 2;
-    int reusable = own_netns_reusable(proc);
+    int status = setns(work->fd, CLONE_NEWNET) < 0 ? 2 : !own_netns_reusable(proc);
     close(proc); /* the table of descriptors is shared with the caller */
-    return !reusable;
+    return status;
 }
 
 int netns_reusable(int netns)

@@ -154,7 +154,7 @@ class ClientConnection(asyncio.Protocol):
         if isinstance(frame, wire.Request):
             self._request(frame)
             return
-        if isinstance(frame, wire.Reply | wire.Failure):
+        if isinstance(frame, (wire.Reply, wire.Failure)):
             raise wire.FrameError(f"a client does not send {type(frame).__name__}")
         call = self.calls.get(frame.id)
         if call is None:

@@ -75,8 +75,11 @@ class Operations:
     async def create(self, call: LocalCall, args: model.CreateArgs) -> model.SandboxInfo:
         owner = _owner(call)
         try:
-            async with asyncio.timeout(args.timeout_s):
+            if args.timeout_s is None:
                 sandbox = await self._manager.create(owner, args.key, args.args)
+            else:
+                async with asyncio.timeout(args.timeout_s):
+                    sandbox = await self._manager.create(owner, args.key, args.args)
         except TimeoutError:
             self._give_up(owner, args.key, 0.0)
             raise Timeout(f"not running after {args.timeout_s:g} s; the create is undone") from None

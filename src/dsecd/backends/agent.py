@@ -168,11 +168,13 @@ class AgentChannel(asyncio.Protocol):
             call = self._calls.pop(frame.id, None)
             if call is not None:
                 call.receiver.on_failure(frame.error)
-        elif isinstance(frame, Item | Credit):
+        elif isinstance(frame, Item):
             call = self._calls.get(frame.id)
-            if call is not None and isinstance(frame, Item):
+            if call is not None:
                 call.receiver.on_item(frame.data)
-            elif call is not None and isinstance(frame, Credit):
+        elif isinstance(frame, Credit):
+            call = self._calls.get(frame.id)
+            if call is not None:
                 call.receiver.on_credit(frame.n)
         else:
             raise FrameError(f"unexpected {type(frame).__name__}")
@@ -192,9 +194,10 @@ class AgentChannel(asyncio.Protocol):
         if transport is not None:
             transport.close()
         calls, self._calls = self._calls, {}
-        error: dict[str, Any] = to_wire(Unavailable(reason))
-        for call in calls.values():
-            call.receiver.on_failure(error)
+        if calls:
+            error: dict[str, Any] = to_wire(Unavailable(reason))
+            for call in calls.values():
+                call.receiver.on_failure(error)
         on_closed, self._on_closed = self._on_closed, None
         if on_closed is not None:
             on_closed()

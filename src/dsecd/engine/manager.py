@@ -24,6 +24,7 @@ from dsecd.engine.lifecycle import FINAL
 from dsecd.engine.request import SEALED_NOTE, check_key, compile_spec
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.timer import Timer
+from dsecd.engine.waiter import completed
 from dsecd.metrics import Registry
 from dsecd.model import Death, make_id
 from libdsec.errors import (
@@ -85,9 +86,10 @@ class Manager:
         sandbox.waiters += 1
         sandbox.claim_deadline = None
         try:
-            await asyncio.shield(sandbox.ready)
+            await completed(sandbox.ready)
         finally:
             sandbox.waiters -= 1
+        sandbox.ready.result()
         return sandbox
 
     def request(self, owner: str, key: str, args: DSecContainerRunArgs) -> Sandbox:
@@ -342,12 +344,8 @@ class Manager:
         """
         sandbox = self.get(name)
         self.begin_stop(sandbox, reason)
-        if not sandbox.gone.done():
-            try:
-                async with asyncio.timeout(self.config.limits.stop_timeout_s):
-                    await asyncio.shield(sandbox.gone)
-            except TimeoutError:
-                raise Timeout(f"sandbox {name} is still being stopped", id=name) from None
+        if not await completed(sandbox.gone, self.config.limits.stop_timeout_s):
+            raise Timeout(f"sandbox {name} is still being stopped", id=name)
         return sandbox
 
     async def _free(self, sandbox: Sandbox) -> None:

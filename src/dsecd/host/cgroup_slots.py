@@ -203,7 +203,8 @@ class SlotPool:
                 await self._fill()
             except OSError as error:
                 _log.warning("cgroup slots: %s", error)
-                self._look_in(_SLOW_S)
+                await asyncio.sleep(_SLOW_S)
+                self._wake.set()
 
     def _look_in(self, delay_s: float) -> None:
         """Wake the background in `delay_s`, or earlier if that was arranged before."""

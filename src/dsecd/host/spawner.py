@@ -14,6 +14,7 @@ import array
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import socket
@@ -342,14 +343,32 @@ class SpawnerPool:
             if self._return_slot is not None:
                 self._return_slot(slot)
 
-    async def _restage(self, worker: _Worker) -> None:
+    def _restage(self, worker: _Worker, take_slot: Callable[[], Slot]) -> None:
+        """Move a creator on, then let it serve again; callbacks, for a task would cost more."""
         try:
-            await self._stage_next(worker)
+            worker.slot = take_slot()
+            call = worker.call(OP_STAGE, worker.slot.procs_paths)
         except DSecError as error:
-            # The next creation through this worker asks again, and reports what it meets.
-            _log.error("no slot for the next container: %s", error)
-        finally:
+            self._not_staged(worker, error)
+        else:
+            call.add_done_callback(functools.partial(self._restaged, worker))
+
+    def _restaged(self, worker: _Worker, call: _Call) -> None:
+        error = call.exception()
+        if error is None:
+            reply, _ = call.result()
+            if reply.error:
+                error = step_error("entering the next slot", reply.error, reply.step)
+        if error is None:
             self._release(worker)
+        else:
+            self._not_staged(worker, error)
+
+    def _not_staged(self, worker: _Worker, error: BaseException) -> None:
+        """The next creation through this worker asks again, and reports what it meets."""
+        _log.error("no slot for the next container: %s", error)
+        self._drop_slot(worker)
+        self._release(worker)
 
     # --- what the engine calls ----------------------------------------------------------------
 
@@ -426,7 +445,7 @@ class SpawnerPool:
         """The child lives in the slot now; the creator moves on before it serves again."""
         worker.slot = None
         if self._take_slot is not None:
-            self._run(self._restage(worker))
+            self._restage(worker, self._take_slot)
         elif slot is not None:
             self._run(self._leave(worker, slot))
         else:

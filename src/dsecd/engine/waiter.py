@@ -1,0 +1,35 @@
+"""Waiting for what belongs to the engine, on behalf of callers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+
+async def completed(future: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
+    """Return whether `future` is done, at the latest after `timeout_s` seconds.
+
+    Neither the time's end nor the cancellation of this wait touches `future`: `asyncio.shield` and
+    `asyncio.timeout` in one, at half their cost, which every create and stop pays.
+    """
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+    wake = functools.partial(_wake, waiter)
+    future.add_done_callback(wake)
+    timer = None if timeout_s is None else loop.call_later(timeout_s, wake)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if not future.done():
+            future.remove_done_callback(wake)
+    return future.done()
+
+
+def _wake(waiter: asyncio.Future[None], *_: object) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
