@@ -210,7 +210,6 @@ async def test_spools_runtime_files_and_records_of_ended_sandboxes_are_reclaimed
             await ended[0].get_info()
 
 
-@pytest.mark.xfail(strict=True, reason="nobody calls LayerStore.prune")
 async def test_dangling_layers_are_reclaimed() -> None:
     """An image that lost its name a year ago is gone after the next start."""
     async with daemon() as d, DSecClient(f"unix:{d.socket}") as client:

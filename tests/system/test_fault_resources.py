@@ -170,10 +170,7 @@ async def test_an_upper_layer_does_not_fill_the_host(upper: str) -> None:
     "upper",
     [
         "memory",
-        pytest.param(
-            "disk",
-            marks=pytest.mark.xfail(strict=True, reason="dsec-init asks statfs, not the quota"),
-        ),
+        "disk",
     ],
 )
 async def test_a_full_disk_is_reported_as_what_it_is(upper: str) -> None:

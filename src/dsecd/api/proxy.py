@@ -202,8 +202,10 @@ class ProxiedCall:
         ending = outcome.ending(result)
         if ending is None or ending.exit_code == 0:
             return result
-        if ending.disk_full:
+        disk_full = ending.disk_full or self._manager.disk_full(sandbox)
+        if disk_full:
             self._manager.events.emit(sandbox.id, "disk_full", command=self._cid)
-        if self._manager.refresh_oom(sandbox) > self._oom:
-            return outcome.with_oom(result)
+        oom = self._manager.refresh_oom(sandbox) > self._oom
+        if oom or disk_full:
+            return outcome.amended(result, oom_killed=oom, disk_full=disk_full)
         return result

@@ -160,6 +160,9 @@ class Backend(Protocol):
     def oom_kills(self, handle: Handle) -> int:
         """A cheap counter read."""
 
+    def disk_full(self, handle: Handle) -> bool:
+        """Whether a quota that the agent inside cannot see leaves the upper no room."""
+
     def pools(self) -> Mapping[str, float]:
         """Depth of each pool, for metrics."""
 

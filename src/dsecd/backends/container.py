@@ -45,6 +45,7 @@ from libdsec.model import Feature
 logger = logging.getLogger("dsecd.container")
 DESTROY_TIMEOUT_MS = 10_000
 WATCH_AFTER_S = 1.0
+DISK_FULL_BYTES = 1 << 20  # a file system with a quota refuses before the last byte
 
 
 class Held(msgspec.Struct, kw_only=True):
@@ -446,6 +447,12 @@ class ContainerBackend:
     def oom_kills(self, handle: Handle) -> int:
         holding = self._holdings.get(handle.sandbox)
         return self._count_oom(holding) if holding is not None else 0
+
+    def disk_full(self, handle: Handle) -> bool:
+        holding = self._holdings.get(handle.sandbox)
+        if holding is None or holding.upper is None:
+            return False  # statfs(2) inside tells
+        return holding.upper_bytes - self._host.uppers.usage(holding.upper) < DISK_FULL_BYTES
 
     def pools(self) -> Mapping[str, float]:
         return self._host.depths()

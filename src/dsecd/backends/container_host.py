@@ -33,6 +33,7 @@ logger = logging.getLogger("dsecd.container")
 MAX_SPAWNERS = 8
 RESOLVED_S = 1.0
 COLLECT_S = 60.0
+UNNAMED_S = 7 * 86400.0  # a layer whose name was given to another can be had by digest so long
 BINARIES = Path(__file__).parents[1] / "bin"
 
 
@@ -181,11 +182,12 @@ class ContainerHost:
         self._collect()
 
     def _collect(self) -> None:
-        """Unmount layers that nobody has used for long, now and from time to time."""
+        """Drop layers that nobody has used for long, now and from time to time."""
         try:
             self.mounts.collect()
+            self.store.prune(UNNAMED_S, self.mounts.drop)
         except (OSError, DSecError) as error:
-            logger.warning("cannot unmount idle layers: %s", error)
+            logger.warning("cannot drop idle layers: %s", error)
         loop = asyncio.get_running_loop()
         self._collector = loop.call_later(COLLECT_S, self._collect)
 

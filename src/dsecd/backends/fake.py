@@ -355,6 +355,9 @@ class FakeBackend:
         sandbox = self.sandboxes.get(handle.sandbox)
         return sandbox.oom_kills if sandbox is not None else 0
 
+    def disk_full(self, handle: Handle) -> bool:
+        return False
+
     def pools(self) -> Mapping[str, float]:
         return {}
 

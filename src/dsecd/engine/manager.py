@@ -431,6 +431,10 @@ class Manager:
             self.oom(sandbox.id, self.backend.oom_kills(sandbox.handle))
         return sandbox.oom_kills
 
+    def disk_full(self, sandbox: Sandbox) -> bool:
+        """Return whether a quota leaves the sandbox's upper no room, read now."""
+        return sandbox.handle is not None and self.backend.disk_full(sandbox.handle)
+
     def _look(self, name: str) -> float | None:
         """The timer asks: end the sandbox if its time has come, else say when to ask again."""
         sandbox = self.live.get(name)

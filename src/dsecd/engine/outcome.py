@@ -1,9 +1,10 @@
-"""What the daemon adds to the result of a command: whether memory ended it.
+"""What the daemon adds to the result of a command: whether memory ended it, or a full disk.
 
 The kernel kills one process of a sandbox that passes its memory limit; the agent inside sees a
 SIGKILL, or only a shell's exit code. The daemon holds the cgroup's counter of OOM kills: if it
 moved between the command's start and its unsuccessful end, memory is the reason. The common result,
-exit code 0, costs one small decode and no read of a file.
+exit code 0, costs one small decode and no read of a file. A quota of an upper on disk cannot be
+seen from inside either.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def ending(result: msgspec.Raw) -> _Ending | None:
         return None
 
 
-def with_oom(result: msgspec.Raw) -> msgspec.Raw:
-    """Return `result` with `oom_killed` set."""
+def amended(result: msgspec.Raw, *, oom_killed: bool, disk_full: bool) -> msgspec.Raw:
+    """Return `result` with what is true of these set."""
     value = _result.decode(result)
-    value.oom_killed = True
+    value.oom_killed |= oom_killed
+    value.disk_full |= disk_full
     return msgspec.Raw(msgspec.msgpack.encode(value))
