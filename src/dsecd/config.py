@@ -73,7 +73,7 @@ class Cgroup(_Section, frozen=True):
 
 
 class Pools(_Section, frozen=True):
-    """How much is prepared ahead of the next create. 0 spawners → one per CPU, at most 8."""
+    """How much is prepared ahead of the next create. 0 spawners → two per CPU, at most 8."""
 
     spawners: int = 0
     netns: int = 64

@@ -155,7 +155,7 @@ class ContainerHost:
         paths, pools = self._config.paths, self._config.pools
         binary = _binary(paths.spawner, "dsec-spawner")
         init = _binary(paths.init, "dsec-init")
-        count = pools.spawners or min(MAX_SPAWNERS, os.cpu_count() or 1)
+        count = pools.spawners or min(MAX_SPAWNERS, 2 * (os.cpu_count() or 1))
         slots = self.driver.slots
         if slots is None:
             pool = SpawnerPool(binary, count, init=init)
