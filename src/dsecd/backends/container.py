@@ -337,7 +337,7 @@ class ContainerBackend:
             holding.attachment = None
             clean = False  # not looked at since its interface went
         if holding.netns is not None:
-            host.netns.give_back(holding.netns, clean)
+            host.netns.release(holding.netns, clean)
             holding.netns = None
         if holding.upper is not None:
             await host.uppers.release(holding.upper)

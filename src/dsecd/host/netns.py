@@ -101,9 +101,7 @@ def set_sysctls(fd: int, home: int) -> None:
 class NetnsPool:
     """Lends namespaces. All methods belong to the event loop; system calls run in two threads.
 
-    `acquire` takes a free one, or makes one. `release` takes it back: `fastpath.netns_reusable`
-    says whether the sandbox left anything in it. One that is not clean (a TIME_WAIT socket keeps
-    it so for 60 s) is closed.
+    `acquire` takes a free one, or makes one; `release` takes it back.
     """
 
     def __init__(
@@ -111,11 +109,9 @@ class NetnsPool:
         depth: int,
         *,
         make: Callable[[], int] = fastpath.make_netns,
-        reusable: Callable[[int], bool] = fastpath.netns_reusable,
     ) -> None:
         self._depth = depth
         self._make_fd = make
-        self._reusable = reusable
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="netns")
         self._home = open_current()
         self._free: deque[int] = deque()
@@ -152,30 +148,20 @@ class NetnsPool:
         self._lent[fd] = netns
         return netns
 
-    async def release(self, netns: Netns) -> None:
-        """Take `netns` back once its sandbox's processes are gone; a second time does nothing."""
-        if self._take_back(netns):
-            await self._recycle(netns.fd)
+    def release(self, netns: Netns, clean: bool) -> None:
+        """Take `netns` back once its sandbox's processes are gone; a second time does nothing.
 
-    def give_back(self, netns: Netns, clean: bool) -> None:
-        """`release` for one that has been looked at (`SpawnReply.clean`)."""
-        if not self._take_back(netns):
+        `clean` is `SpawnReply.clean`: whether the sandbox left nothing in it. One that is not (a
+        TIME_WAIT socket keeps it so for 60 s) is closed.
+        """
+        if self._lent.get(netns.fd) is not netns:
             return
-        if clean:
+        del self._lent[netns.fd]
+        if clean and not self._closed and len(self._free) < self._depth:
             self._recycled += 1
             self._free.append(netns.fd)
         else:
             self._discard(netns.fd)
-
-    def _take_back(self, netns: Netns) -> bool:
-        """Return whether the pool wants it; if not it is dealt with."""
-        if self._lent.get(netns.fd) is not netns:
-            return False
-        del self._lent[netns.fd]
-        if self._closed or len(self._free) >= self._depth:
-            self._discard(netns.fd)
-            return False
-        return True
 
     def adopt(self, init_pid: int) -> Netns:
         """Return the namespace in which the running process `init_pid` is, as lent.
@@ -254,19 +240,6 @@ class NetnsPool:
         if error is not None:
             raise Unavailable(f"no network namespace: {error}") from error
         return future.result()
-
-    async def _recycle(self, fd: int) -> None:
-        """Put `fd` into the pool when it is as good as new, else into the closing queue."""
-        future = self._submit(lambda: self._reusable(fd))
-        cancelled = await settle(future)
-        clean = future.exception() is None and future.result()
-        if clean and not self._closed and len(self._free) < self._depth:
-            self._recycled += 1
-            self._free.append(fd)
-        else:
-            self._discard(fd)
-        if cancelled:
-            raise asyncio.CancelledError
 
     # --- background ---------------------------------------------------------------------------
 

@@ -1,11 +1,10 @@
-"""The template that every sandbox's /dev, masks and CPU files are cloned from: `<runtime>/tree`.
+"""The template that every sandbox's /dev and CPU files are cloned from: `<runtime>/tree`.
 
 It is a small tmpfs of its own, because /run is often mounted nodev and a device node cloned from
 there would not open. It is made once per host and outlives the daemon; sandboxes hold clones of
 its directories, so it may even be replaced while they run.
 
     dev/            null zero full random urandom tty, links, empty pts/ shm/ mqueue/
-    empty/file      laid over masked files         empty/dir   over masked directories
     cpu/<n>/        cpuinfo and sys/ as a machine with n CPUs shows them
 
 Affinity alone does not make software count right: sysconf(3) reads /sys/devices/system/cpu/online
@@ -52,14 +51,6 @@ class Tree:
     def dev(self) -> str:
         """`ContainerPlan.dev_tree`."""
         return str(self.path / "dev")
-
-    @property
-    def empty_file(self) -> str:
-        return str(self.path / "empty/file")
-
-    @property
-    def empty_dir(self) -> str:
-        return str(self.path / "empty/dir")
 
     def cpu_count(self, cpu_cores: float) -> int:
         """Return the whole number of CPUs that a limit of `cpu_cores` shows."""
@@ -133,9 +124,6 @@ def _fill(path: Path) -> None:
         (dev / name).symlink_to(target)
     for name in _DIRECTORIES:
         _directory(dev / name)
-    _directory(path / "empty")
-    _directory(path / "empty/dir", 0o555)
-    _file(path / "empty/file", "", 0o444)
     _directory(path / "cpu")
     _file(path / "version", _VERSION)
 
