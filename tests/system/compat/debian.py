@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -64,6 +65,13 @@ async def debian(**args: object) -> AsyncIterator[Sandbox]:
             run = DSecContainerRunArgs(container_image=IMAGE, **options)  # type: ignore[arg-type]
             async with await client.run_container(run, timeout=60) as sandbox:
                 yield sandbox
+
+
+def mirror_answers() -> bool:
+    """Return whether the host's own apt can fetch from its mirror now."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["apt-get", "-q", "-o", "APT::Sandbox::User=root", "download", "hello"]
+        return subprocess.run(command, cwd=folder, check=False, capture_output=True).returncode == 0
 
 
 def download(package: str) -> Path | None:
