@@ -16,6 +16,7 @@ import json
 import shutil
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -40,7 +41,7 @@ def _version(argv: Sequence[str]) -> str:
     return (done.stdout or done.stderr).strip().split("\n")[0]
 
 
-class Peer:
+class Peer(ABC):
     """A contender: `probe` says "" or why it cannot run, `prepare` sets it up in its arena,
     `argv` is the command whose one run is create + `/bin/true` + destroy."""
 
@@ -59,11 +60,12 @@ class Peer:
     def version(self) -> str:
         return _version([self.binaries[0], "--version"])
 
-    def prepare(self, arena: Arena) -> None:
+    def prepare(self, arena: Arena) -> None:  # noqa: B027 - most peers need nothing
         """Set up what the runs need; the arena's end kills and unmounts it. Raises PeerError."""
 
+    @abstractmethod
     def argv(self, arena: Arena) -> list[str]:
-        raise NotImplementedError
+        """Return the command of one run."""
 
 
 class Unshare(Peer):

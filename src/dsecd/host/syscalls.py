@@ -12,6 +12,8 @@ import os
 import platform
 from typing import Literal
 
+from libdsec.errors import Unsupported
+
 Arch = Literal["x86_64", "aarch64", "i386"]
 
 # name: (x86_64, aarch64, i386); None where the architecture lacks the call
@@ -92,13 +94,13 @@ _libc.syscall.restype = ctypes.c_long
 
 
 def host_arch() -> Arch:
-    """Return this machine's architecture. Raises `NotImplementedError` on any other."""
+    """Return this machine's architecture. Raises `Unsupported` on any other."""
     machine = platform.machine()
     if machine == "x86_64":
         return "x86_64"
     if machine in ("aarch64", "arm64"):
         return "aarch64"
-    raise NotImplementedError(f"no system call table for {machine}")
+    raise Unsupported(f"DSec runs on x86_64 and aarch64, not on {machine}", reason="no table")
 
 
 def number(name: str, arch: Arch) -> int | None:
