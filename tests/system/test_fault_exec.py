@@ -70,6 +70,9 @@ async def test_a_default_timeout_does_not_kill_background_commands() -> None:
             assert shell.stdout == "started\n"
         result = await (await box.commands.connect(handle.cid)).wait()
         assert (result.exit_code, result.stdout) == (0, "outlived\n")
+        # the orphan sleeps as long as the command, but began later: wait for it
+        waited = await box.run_shell("until [ -s /orphan ]; do sleep 0.05; done", timeout=30)
+        assert waited.exit_code == 0
         assert await box.files.read("/orphan") == "outlived\n"
 
 
