@@ -468,11 +468,24 @@ async def test_rules_that_somebody_flushed_come_back(lab: Lab, nat: Nat, patient
             await asyncio.sleep(0.01)
             if "from_sandbox" in lab.rules():
                 break
+        assert "from_sandbox" in lab.rules()
     else:
         await sandbox(lab, nat, "three")
     assert reaches_again(lab, one)
     with listen(two.fd, ANY[4], 80):
         assert cut_off(one.fd, target.address, 80)
+
+
+async def test_rules_come_back_from_a_flush_during_their_repair(lab: Lab, nat: Nat) -> None:
+    await sandbox(lab, nat)
+    for _ in range(30):
+        command(lab.host, "nft", "flush", "ruleset")
+        await asyncio.sleep(0.003)
+    for _ in range(500):
+        if "from_sandbox" in lab.rules():
+            break
+        await asyncio.sleep(0.01)
+    assert "from_sandbox" in lab.rules()
 
 
 async def test_two_daemons_share_a_host(lab: Lab, nat: Nat, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ class Nat:
         self._queue: list[int] = []
         self._drain_task: asyncio.Task[None] | None = None
         self._watching: TableWatch | None = None
+        self._removals = 0  # of tables, as far as seen
         self._repair_task: asyncio.Task[None] | None = None
         self._attaches = self._detaches = self._failures = 0
         self._closed = False
@@ -259,15 +260,21 @@ class Nat:
 
     def _tables_changed(self) -> None:
         assert self._watching is not None
-        if self._watching.saw_removal() and self._repair_task is None:
-            self._repair_task = asyncio.create_task(self._repair())
+        if self._watching.saw_removal():
+            self._removals += 1
+            if self._repair_task is None:
+                self._repair_task = asyncio.create_task(self._repair())
 
     async def _repair(self) -> None:
-        try:
-            if await self._submit(lambda plane: plane.repair()):
-                log.warning("somebody removed the nftables table; it is loaded again")
-        except Exception:
-            log.exception("the nftables table is gone and cannot be loaded: sandboxes are open")
+        """Load what was removed, until no removal was seen since the last look at the table."""
+        seen = -1
+        while seen != self._removals:
+            seen = self._removals
+            try:
+                if await self._submit(lambda plane: plane.repair()):
+                    log.warning("somebody removed the nftables table; it is loaded again")
+            except Exception:
+                log.exception("the nftables table is gone and cannot be loaded: sandboxes are open")
         self._repair_task = None
 
     def _remove(self, entries: Sequence[Entry]) -> None:
