@@ -1,7 +1,7 @@
 /* dsec-floor: how fast this kernel makes, uses and destroys the very same sandbox from a bare C loop.
  *
- *     dsec-floor -i IMAGE [-n WORKERS] [-c COUNT] [-d DIR] [-g CGROUP] [-x COMMAND] [-s FILTER]
- *                [-m MASK]... [-r READ_ONLY]... [-l GROUP=FILE=VALUE]...
+ *     dsec-floor -i IMAGE [-n WORKERS] [-c COUNT] [-d DIR] [-g CGROUP] [-x COMMAND]
+ *                [-b BASE_FILTER] [-s FILTER] [-m MASK]... [-r READ_ONLY]... [-l GROUP=FILE=VALUE]...
  *
  * It shares the spawner's sources, so the isolation and its order are the same: EROFS lower idmapped for the
  * range, overlay, masks, two mount namespaces, PID 1 under an unmapped uid. What it lacks is Python, the
@@ -24,6 +24,7 @@
 #include <sys/un.h>
 #include <sys/wait.h>
 
+#include "native/filter.h"
 #include "native/kernel.h"
 #include "native/mounts.h"
 #include "native/namespaces.h"
@@ -36,7 +37,7 @@
 #define UPPER_BYTES (64u << 20)
 
 static struct {
-    const char *image, *folder, *cgroup, *command, *filter;
+    const char *image, *folder, *cgroup, *command, *base_filter, *filter;
     const char *masks[LIST_MAX], *read_only[LIST_MAX];
     char *limits[LIST_MAX]; /* a v1 group to live in, and a limit to set in it for each sandbox */
     int mask_count, read_only_count, limit_count, workers, count;
@@ -250,6 +251,18 @@ static void enter_groups(struct worker *w)
     }
 }
 
+/* As a spawner at its start: what it makes inherits the filter. */
+static void confine(void)
+{
+    if (!options.base_filter)
+        return;
+    int fd = open(options.base_filter, O_RDONLY | O_CLOEXEC);
+    int error = fd < 0 ? -errno : install_filter(fd);
+    if (error < 0)
+        die(options.base_filter, error);
+    close(fd);
+}
+
 static void work(int number, int layer, struct table *table, int ready, int go)
 {
     static struct worker worker;
@@ -265,6 +278,7 @@ static void work(int number, int layer, struct table *table, int ready, int go)
     w->fds[2] = layer;
     if (w->fds[1] < 0)
         die(step, w->fds[1]);
+    confine();
     int error = enter_host(&w->host, "/proc/self/exe", &step);
     if (error < 0)
         die(step, error);
@@ -301,7 +315,7 @@ static void print(struct table *table, double seconds)
 static void parse(int argc, char **argv)
 {
     int option;
-    while ((option = getopt(argc, argv, "i:n:c:d:g:x:s:m:r:l:")) != -1) {
+    while ((option = getopt(argc, argv, "i:n:c:d:g:x:b:s:m:r:l:")) != -1) {
         if (option == 'i')
             options.image = optarg;
         else if (option == 'n')
@@ -314,6 +328,8 @@ static void parse(int argc, char **argv)
             options.cgroup = optarg;
         else if (option == 'x')
             options.command = optarg;
+        else if (option == 'b')
+            options.base_filter = optarg;
         else if (option == 's')
             options.filter = optarg;
         else if (option == 'm' && options.mask_count < LIST_MAX)

@@ -1,7 +1,7 @@
 """The bare C loop with a sandbox's isolation, which no daemon can beat on this machine.
 
 `dsec-floor` (floor.c) is built with the daemon's native programs, since it shares the spawner's
-sources. It gets the daemon's own seccomp filter, masks and limits, and keeps its directories where
+sources. It gets the daemon's own seccomp filters, masks and limits, and keeps its directories where
 the bench's daemons keep theirs. It runs a fixed count, chosen from its last rate to fill the round.
 """
 
@@ -40,7 +40,7 @@ class FloorError(Exception):
 def command(folder: Path, group: Path, image: Path) -> list[str]:
     """Return the arguments that do not change between rounds."""
     argv = [str(BINARY), "-i", str(image), "-d", str(folder / "loop"), "-g", str(group / "loop")]
-    argv += ["-x", COMMAND[0], "-s", str(folder / "filter")]
+    argv += ["-x", COMMAND[0], "-b", str(folder / "base-filter"), "-s", str(folder / "filter")]
     chosen = masks.for_host()
     for mask in chosen.masked:
         argv += ["-m", mask]
@@ -101,7 +101,8 @@ class Floor:
             raise FloorError("no cgroup v2 tree on this host")
         cgroups.make(self._group)
         self._folder.mkdir(mode=0o711)
-        (self._folder / "filter").write_bytes(seccomp.default_filter())
+        (self._folder / "base-filter").write_bytes(seccomp.base_filter())
+        (self._folder / "filter").write_bytes(seccomp.command_filter())
         self._argv = command(self._folder, v2 / self._group, self._image) + limits(self._group)
 
     def round(self, concurrency: int, seconds: float) -> Round:

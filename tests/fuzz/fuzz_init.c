@@ -99,7 +99,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
     (void)argc;
     (void)argv;
     config.any_peer = true;
-    if (serve_open())
+    if (!tables_open() || serve_open())
         abort();
     connect_peer();
     return 0;

@@ -208,4 +208,4 @@ async def test_capabilities_stay_within_the_list(box: Sandbox, user: str) -> Non
     expected = capabilities.mask() if user == "root" else 0
     assert held["CapPrm"] == held["CapEff"] == expected
     assert int(found["CapInh"], 16) == int(found["CapAmb"], 16) == 0
-    assert found["Seccomp"] == "2"
+    assert (found["Seccomp"], found["Seccomp_filters"]) == ("2", "2")  # base and command

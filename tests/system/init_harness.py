@@ -182,7 +182,7 @@ class Init:
         os.chown(self.work, UID_BASE, UID_BASE)
         os.chown(self.spool, OWNER_UID, OWNER_UID)
         if cgroup:
-            for name in (".", "cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
+            for name in (".", "cgroup.procs"):
                 os.chown(self.cgroup / name, OWNER_UID, OWNER_UID)
 
     def _start(self, owned: bool, cgroup: bool) -> subprocess.Popen[bytes]:

@@ -19,6 +19,7 @@ from typing import Any
 from dsecd import fastpath
 from dsecd.host.plan import ContainerPlan, DestroyPlan, NewFile
 from dsecd.host.spawner import Spawned, SpawnerPool
+from dsecd.policy import seccomp
 
 BINARY = Path(__file__).parents[2] / "src/dsecd/bin/dsec-spawner"
 CGROUPS = Path("/sys/fs/cgroup")
@@ -144,7 +145,9 @@ async def open_lab(
         fastpath.make_netns(),
         fastpath.mount_erofs(image),
     ]
-    spawners = SpawnerPool(str(binary), 2, init=str(init), **pool)
+    spawners = SpawnerPool(
+        str(binary), 2, init=str(init), **({"base_filter": seccomp.base_filter()} | pool)
+    )
     try:
         await spawners.start()
         yield Lab(folder, spawners, cgroup, fds[0], fds[1], fds[2:])

@@ -144,8 +144,9 @@ async def test_a_cancelled_create_leaves_no_orphan() -> None:
             (made,) = await asyncio.gather(create, return_exceptions=True)
             if isinstance(made, Sandbox):  # it was ready before it was cancelled
                 await made.stop()
+        while await client.list_sandboxes():  # some are still being made, to be undone  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         await eventually(lambda: d.remains() == [], "a cancelled create left a sandbox")
-        assert await client.list_sandboxes() == []
 
 
 async def test_cgroups_and_shims_do_not_leak() -> None:

@@ -309,6 +309,26 @@ def test_signal_kill_and_a_killed_agent_child(client: InitClient) -> None:
     assert client.call("exec.wait", cid="k")["signal"] == 9
 
 
+@pytest.mark.needs("clone_into_cgroup")
+def test_a_cgroup_is_used_again_only_when_its_last_process_is_gone() -> None:
+    def directories() -> list[str]:
+        return sorted(entry.name for entry in init.cgroup.iterdir() if entry.is_dir())
+
+    with running(owned=True) as init:
+        client, marker = init.client, f"6{time.monotonic_ns()}"
+        for _ in range(3):
+            client.run("sleep 0.01 & wait")
+        assert directories() == ["0"]
+        client.run(f"(setsid sleep {marker} &) &", cid="parent")
+        wait_until(lambda: alive(marker))
+        client.run("true", cid="next")
+        assert directories() == ["0", "1"]
+        client.call("exec.kill", cid="next")
+        assert alive(marker)
+        client.call("exec.kill", cid="parent")
+        wait_until(lambda: not alive(marker))
+
+
 def test_a_fork_storm_does_not_kill_the_agent(client: InitClient) -> None:
     bomb = "ulimit -u 200 2>/dev/null; f() { f | f & }; for i in 1 2 3; do f; done; sleep 30"
     call = client.open("exec.run", cid="bomb", shell=bomb.encode(), timeout_s=0.7, user="4321:4321",

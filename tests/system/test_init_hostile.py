@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,38 @@ def test_pipes_of_forgotten_commands_cannot_use_up_descriptors() -> None:
         assert client.run("sleep 0.2; kill -0 $(cat newest)")["exit_code"] == 0
         assert client.run("kill -0 $(cat oldest)")["exit_code"] != 0
         assert len(list(Path(f"/proc/{init.pid()}/fd").iterdir())) < 2048 + 100
+
+
+# Thirty processes, each of which forks its successor and ends.
+STORM = b"""
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define FORK() syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0)
+int main(void)
+{
+    for (int i = 0; i < 30; i++)
+        if (FORK() == 0)
+            for (;;)
+                if (FORK() > 0)
+                    _exit(0);
+    pause();
+}
+"""
+
+
+def test_a_storm_of_ending_children_does_not_starve_a_timeout() -> None:
+    """Reaping went on for as long as children ended, and nothing else had its turn."""
+    with running(owned=True) as init:
+        program = init.work / "storm"
+        compiler = ["cc", "-x", "c", "-O1", "-static", "-", "-o", str(program)]
+        subprocess.run(compiler, input=STORM, check=True)
+        for number in range(3):
+            started = time.monotonic()
+            result = init.client.run(None, cid=f"s{number}", argv=[b"./storm"], timeout_s=0.3)
+            assert result["timed_out"]
+            assert time.monotonic() - started < 5
+        wait_until(lambda: not init.processes())
 
 
 def new_child(init: Init, before: set[int]) -> int:

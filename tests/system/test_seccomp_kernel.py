@@ -1,4 +1,4 @@
-"""The filter, installed in a child on this kernel: each denied call, and calls that must work."""
+"""Both parts of the filter, installed in a child: each denied call, and calls that must work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fprog(ctypes.Structure):
 
 
 def install(code: bytes) -> None:
-    """prctl(PR_SET_SECCOMP) as dsec-init does it: privileged, without no_new_privs."""
+    """prctl(PR_SET_SECCOMP) as a spawner and dsec-init do it: privileged, without no_new_privs."""
     buffer = ctypes.create_string_buffer(code, len(code))
     program = Fprog(len(code) // 8, ctypes.addressof(buffer))
     if libc.prctl(22, 2, ctypes.byref(program), 0, 0):
@@ -45,13 +45,15 @@ def raw(nr: int, *args: int) -> int:
 
 def confined(work: Callable[[], str], options: seccomp.Options | None = None) -> tuple[str, int]:
     """Run `work` in a filtered child; return its text and its wait status."""
-    code = seccomp.default_filter(options)
+    base = seccomp.base_filter(i386=options is not None and options.i386)
+    command = seccomp.command_filter(options)
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
         try:
-            install(code)
+            install(base)
+            install(command)
             text = work()
         except BaseException as error:
             text = f"raised {error!r}"

@@ -97,6 +97,16 @@ async def test_pid_1_is_unprivileged_and_holds_only_its_descriptors(lab: Lab) ->
     assert kinds == ["user", "mnt", "ipc", "uts"]
 
 
+async def test_spawners_and_pid_1_are_under_the_base_filter(lab: Lab) -> None:
+    async with lab.container("a") as spawned:
+        workers = [*lab.pool._creators, *lab.pool._destroyers]
+        for pid in (*(worker._process.pid for worker in workers), spawned.pid):
+            status = Path(f"/proc/{pid}/status").read_text()
+            fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+            assert (fields["Seccomp"], fields["Seccomp_filters"]) == ("2", "1")
+            assert fields["NoNewPrivs"] == "0"  # set-user-ID programs work in a sandbox
+
+
 async def test_root_inside_has_no_power_over_pid_1_masks_or_devices(lab: Lab) -> None:
     async with lab.container("a"):
         status, text = await lab.say("a", "attack")
@@ -112,6 +122,21 @@ async def test_root_inside_has_no_power_over_pid_1_masks_or_devices(lab: Lab) ->
         status, text = await lab.say("a", command)
         assert text.splitlines()[-1] == "0"
         assert "/agent.sock" not in text
+
+
+async def test_generated_files_and_their_directories_are_roots(lab: Lab) -> None:
+    files = (("etc/x/y", b"deep", 0o600), ("etc/x/z", b"", 0o444), ("top", b"t", 0o755))
+    async with lab.container("a", files=files):
+        paths = "/etc /etc/x /etc/x/y /etc/x/z /top /dev/shm"
+        _, text = await lab.say("a", f"stat -c '%a %u' {paths}; cat /etc/x/y")
+    assert text.splitlines() == ["755 0", "755 0", "600 0", "444 0", "755 0", "1777 0", "deep"]
+
+
+async def test_pid_1_owns_no_limit_of_its_cgroup(lab: Lab) -> None:
+    async with lab.container("a"):
+        group = lab.cgroup / "a"
+        owned = {each.name for each in group.iterdir() if each.stat().st_uid == UID_BASE + 65535}
+    assert owned == {"cgroup.procs"}
 
 
 async def test_a_process_cannot_leave_its_cgroup(lab: Lab) -> None:

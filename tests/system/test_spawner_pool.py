@@ -12,6 +12,7 @@ import pytest
 
 from dsecd.host.plan import FileWrite
 from dsecd.host.spawner import SpawnerPool
+from dsecd.policy import seccomp
 from libdsec.errors import DSecError, Internal, Unavailable
 from tests.system.spawner_lab import BINARY, CGROUPS, build_base, compile_c, open_lab
 
@@ -148,9 +149,20 @@ async def test_a_cancelled_creation_leaves_nothing(
 
 
 async def test_a_spawner_that_cannot_start_says_why(tmp_path: Path) -> None:
-    pool = SpawnerPool(str(BINARY), 1, init=str(tmp_path / "absent"))
+    pool = SpawnerPool(
+        str(BINARY), 1, init=str(tmp_path / "absent"), base_filter=seccomp.base_filter()
+    )
     with pytest.raises(Internal, match="step 'open' failed: No such file"):
         await pool.start()
+
+
+@pytest.mark.parametrize("bad", [b"", b"\1" * 12, bytes(8), bytes(8 * 4097)])
+async def test_a_spawner_without_its_filter_does_not_start(
+    tmp_path: Path, parts: tuple[Path, Path], bad: bytes
+) -> None:
+    with pytest.raises(Internal, match="step 'seccomp' failed: Invalid argument"):
+        async with open_lab(tmp_path, *parts, base_filter=bad):
+            pass
 
 
 async def test_a_closed_pool_refuses(tmp_path: Path, parts: tuple[Path, Path]) -> None:

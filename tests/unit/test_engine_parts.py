@@ -51,6 +51,20 @@ async def test_an_earlier_deadline_replaces_a_later_one() -> None:
     timer.close()
 
 
+async def test_the_timer_does_not_keep_an_entry_of_every_sandbox_that_ever_was() -> None:
+    loop, fired = asyncio.get_running_loop(), []
+    timer = Timer(lambda name: fired.append(name))
+    timer.watch("stays", loop.time() + 0.05)
+    for number in range(10_000):
+        timer.watch(f"s{number}", loop.time() + 86_400)
+        timer.forget(f"s{number}")
+    assert len(timer._heap) < 2_000
+    assert len(timer) == 1
+    await asyncio.sleep(0.1)
+    assert fired == ["stays"]
+    timer.close()
+
+
 async def test_a_slow_subscriber_loses_events_and_is_told() -> None:
     dropped: list[None] = []
     bus = Bus(limit=4, on_drop=lambda: dropped.append(None))

@@ -1,9 +1,11 @@
-"""The filter, run by an interpreter of classic BPF: every listed call, each architecture."""
+"""Both parts of the filter, run by an interpreter of classic BPF: every call, each architecture."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import struct
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -13,9 +15,32 @@ from dsecd.host import syscalls
 from dsecd.policy import seccomp
 
 X86, ARM, I386 = 0xC000003E, 0xC00000B7, 0x40000003
+AUDIT: dict[int, syscalls.Arch] = {X86: "x86_64", ARM: "aarch64", I386: "i386"}
+Pair = tuple[bytes, bytes]  # of a spawner, of a command
+Args = tuple[int, ...]
 
 
-def run(code: bytes, nr: int, arch: int, args: tuple[int, ...] = ()) -> int:
+def filters(options: seccomp.Options | None = None, arch: syscalls.Arch = "x86_64") -> Pair:
+    chosen = options or seccomp.Options()
+    return (
+        seccomp.base_filter(i386=chosen.i386, arch=arch),
+        seccomp.command_filter(chosen, arch),
+    )
+
+
+def run(pair: Pair, nr: int, arch: int, args: Args = ()) -> int:
+    """Return the kernel's verdict (seccomp_run_filters): the last installed runs first, and only a
+    stricter action replaces its answer."""
+    base, command = (run_one(code, nr, arch, args) for code in pair)
+    return base if _strictness(base) < _strictness(command) else command
+
+
+def _strictness(verdict: int) -> int:
+    action = verdict & 0xFFFF0000
+    return action - (1 << 32) if action >> 31 else action
+
+
+def run_one(code: bytes, nr: int, arch: int, args: Args = ()) -> int:
     """Return the verdict of `code`; raises on anything a verifier would refuse."""
     data = struct.pack(
         "=iIQ6Q", nr if nr < 1 << 31 else nr - (1 << 32), arch, 0, *args, *[0] * (6 - len(args))
@@ -52,13 +77,13 @@ def number(name: str, arch: syscalls.Arch = "x86_64") -> int:
 
 
 @pytest.fixture(scope="module")
-def code() -> bytes:
-    return seccomp.default_filter(arch="x86_64")
+def code() -> Pair:
+    return filters()
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
 def test_every_denied_call_is_refused(arch: syscalls.Arch) -> None:
-    code = seccomp.default_filter(arch=arch)
+    code = filters(arch=arch)
     audit = X86 if arch == "x86_64" else ARM
     for name, error in seccomp.DENIED.items():
         nr = syscalls.number(name, arch)
@@ -71,21 +96,21 @@ def test_unlisted_calls_are_allowed(nr: int) -> None:
     listed = {syscalls.number(name, "x86_64") for name in seccomp.DENIED}
     listed |= {number(n) for n in ("clone3", "socket", "socketpair", "modify_ldt")}
     if nr not in listed:
-        assert run(seccomp.default_filter(arch="x86_64"), nr, X86) == seccomp.ALLOW
+        assert run(filters(), nr, X86) == seccomp.ALLOW
 
 
-def test_foreign_architectures_are_killed(code: bytes) -> None:
+def test_foreign_architectures_are_killed(code: Pair) -> None:
     assert run(code, 1, I386) == seccomp.KILL_PROCESS
     assert run(code, 1, ARM) == seccomp.KILL_PROCESS
 
 
-def test_x32_numbers_do_not_pass(code: bytes) -> None:
+def test_x32_numbers_do_not_pass(code: Pair) -> None:
     assert run(code, 0x40000000 | number("bpf"), X86) == refused(errno.ENOSYS)
     assert run(code, 0xFFFFFFFF, X86) == refused(errno.ENOSYS)
 
 
 def test_i386_option_applies_the_same_list() -> None:
-    code = seccomp.default_filter(seccomp.Options(i386=True), "x86_64")
+    code = filters(seccomp.Options(i386=True))
     assert run(code, number("bpf", "i386"), I386) == refused(errno.EPERM)
     assert run(code, number("socketcall", "i386"), I386) == refused(errno.ENOSYS)
     assert run(code, 4, I386) == seccomp.ALLOW
@@ -94,14 +119,14 @@ def test_i386_option_applies_the_same_list() -> None:
 
 
 @pytest.mark.parametrize("name", ["clone", "unshare"])
-def test_nested_user_and_network_namespaces(code: bytes, name: str) -> None:
+def test_nested_user_and_network_namespaces(code: Pair, name: str) -> None:
     nr = number(name)
     for flag in (seccomp.CLONE_NEWUSER, seccomp.CLONE_NEWNET):
         assert run(code, nr, X86, (flag | 17,)) == refused(errno.EPERM)
         assert run(code, nr, X86, (flag | 0x20000,)) == refused(errno.EPERM)
     assert run(code, nr, X86, (0x20000,)) == seccomp.ALLOW
     assert run(code, number("clone3"), X86) == refused(errno.ENOSYS)
-    nested = seccomp.default_filter(seccomp.Options(nested_namespaces=True), "x86_64")
+    nested = filters(seccomp.Options(nested_namespaces=True))
     assert run(nested, nr, X86, (seccomp.CLONE_NEWUSER,)) == seccomp.ALLOW
     assert run(nested, number("clone3"), X86) == seccomp.ALLOW
 
@@ -128,7 +153,7 @@ def test_nested_user_and_network_namespaces(code: bytes, name: str) -> None:
         ((0, 1, 0), errno.EAFNOSUPPORT),
     ],
 )
-def test_socket_families(code: bytes, args: tuple[int, ...], verdict: int | None) -> None:
+def test_socket_families(code: Pair, args: Args, verdict: int | None) -> None:
     expected = seccomp.ALLOW if verdict is None else refused(verdict)
     assert run(code, number("socket"), X86, args) == expected
 
@@ -160,9 +185,127 @@ def test_socket_families(code: bytes, args: tuple[int, ...], verdict: int | None
         (7 << 32 | 0xC0C0586D, False),
     ],
 )
-def test_ioctls(code: bytes, command: int, allowed: bool) -> None:
+def test_ioctls(code: Pair, command: int, allowed: bool) -> None:
     expected = seccomp.ALLOW if allowed else refused(errno.EPERM)
     assert run(code, number("ioctl"), X86, (3, command)) == expected
+
+
+# --- the sum of both parts, against the rules in plain words --------------------------------------
+
+SPECIAL = ("socket", "socketpair", "ioctl", "clone", "unshare")
+OPTIONS = [
+    seccomp.Options(nested, i386, extra)
+    for nested, i386 in itertools.product((False, True), repeat=2)
+    for extra in ({}, {"mount": errno.EACCES, "bpf": errno.ENOSYS, "clone": errno.EACCES})
+]
+
+
+def expected(
+    options: seccomp.Options, native: syscalls.Arch, nr: int, arch: int, args: Args
+) -> int:
+    """Return what a command of a sandbox with `options` must get."""
+    table = AUDIT.get(arch)
+    if table != native and not (table == "i386" and options.i386 and native == "x86_64"):
+        return seccomp.KILL_PROCESS
+    assert table is not None
+    if table == "x86_64" and nr >= 0x40000000:
+        return refused(errno.ENOSYS)
+    known = {*seccomp.DENIED, *options.extra_denied, *SPECIAL, "clone3", "modify_ldt"}
+    name = next((each for each in known if syscalls.number(each, table) == nr), None)
+    errnos = seccomp.DENIED | options.extra_denied
+    if name in errnos:
+        return refused(errnos[name])
+    words = [arg & 0xFFFFFFFF for arg in args]
+    code = 0
+    if name in ("socket", "socketpair"):
+        code = _socket_errno(*words)
+    elif name == "ioctl":
+        code = _ioctl_errno(words[1])
+    elif name in ("clone", "unshare") and not options.nested_namespaces:
+        code = errno.EPERM if words[0] & 0x52000000 else 0
+    elif (name == "clone3" and not options.nested_namespaces) or (
+        name == "modify_ldt" and not options.i386
+    ):
+        code = errno.ENOSYS
+    return refused(code) if code else seccomp.ALLOW
+
+
+def _socket_errno(family: int, kind: int, protocol: int) -> int:
+    if family == 16:
+        return 0 if protocol in (0, 4, 15) else errno.EPROTONOSUPPORT
+    if family == 2 and kind & 0xF == 10:
+        return errno.EAFNOSUPPORT
+    return 0 if family in (1, 2, 10) else errno.EAFNOSUPPORT
+
+
+def _ioctl_errno(command: int) -> int:
+    kind, number = command >> 8 & 0xFF, command & 0xFF
+    stays = {ord("X"): (31,), ord("f"): (1, 11), 0x94: (9, 13, 54)}
+    injects = command in (0x5412, 0x541C, 0x541D, 0x5423)
+    return errno.EPERM if injects or number not in stays.get(kind, (number,)) else 0
+
+
+def arguments(name: str) -> Iterator[Args]:
+    """Yield one call of each class that a rule tells from others, and their neighbours."""
+    high = 7 << 32
+    if name in ("clone", "unshare"):
+        for bit in range(64):
+            yield (1 << bit, 0, 0)
+            yield (1 << bit | 0x11, 0, 0)
+    elif name == "ioctl":
+        for low in (*range(0x5400, 0x5A00), *range(0x6600, 0x6700), *range(0x9400, 0x9500)):
+            yield (3, low, 0)
+            yield (3, high | 0xC0280000 | low, 0)
+    else:
+        for family, kind in itertools.product(range(48), (1, 2, 3, 10, 0x8000A, 0x80001)):
+            for protocol in range(18) if family == 16 else (0, 6):
+                yield (family, kind, protocol)
+                yield (high | family, high | kind, high | protocol)
+
+
+@pytest.mark.parametrize("native", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("options", OPTIONS, ids=repr)
+def test_both_parts_together_are_the_whole_list(
+    native: syscalls.Arch, options: seccomp.Options
+) -> None:
+    pair = filters(options, native)
+    numbers = [*range(600), 5000, *(0x40000000 | nr for nr in range(600)), 0x7FFFFFFF, 0xFFFFFFFF]
+    for arch in (*AUDIT, 0x40000028, 0):
+        for nr in numbers:
+            args = (0, 0, 0)
+            assert run(pair, nr, arch, args) == expected(options, native, nr, arch, args), nr
+    for arch, name in itertools.product(AUDIT, SPECIAL):
+        nr = syscalls.number(name, AUDIT[arch])
+        for args in (
+            arguments(name) if nr is not None and arch_counts(arch, native, options) else ()
+        ):
+            assert run(pair, nr, arch, args) == expected(options, native, nr, arch, args), args
+
+
+def arch_counts(arch: int, native: syscalls.Arch, options: seccomp.Options) -> bool:
+    return AUDIT[arch] == native or (arch == I386 and options.i386 and native == "x86_64")
+
+
+def test_a_base_with_32_bit_programs_leaves_the_verdict_to_each_sandbox() -> None:
+    pair = (seccomp.base_filter(i386=True, arch="x86_64"), seccomp.command_filter(arch="x86_64"))
+    assert run(pair, 4, I386) == seccomp.KILL_PROCESS
+    assert run(pair, number("modify_ldt"), X86) == refused(errno.ENOSYS)
+    assert run_one(pair[0], number("bpf", "i386"), I386) == refused(errno.EPERM)
+    without = seccomp.base_filter(arch="x86_64"), filters(seccomp.Options(i386=True))[1]
+    assert run(without, 4, I386) == seccomp.KILL_PROCESS
+
+
+def test_the_base_allows_what_spawner_and_init_call() -> None:
+    base = seccomp.base_filter(arch="x86_64")
+    for name in ("clone3", "mount", "setns", "seccomp", "openat2", "fsopen", "mount_setattr"):
+        assert run_one(base, number(name), X86) == seccomp.ALLOW
+    for flags in (0x02000000, 0x0C020000, 0x20020000):
+        assert run_one(base, number("unshare"), X86, (flags,)) == seccomp.ALLOW
+    # project ids of disk uppers, terminals, namespaces of a pidfd, sockets of forwarding
+    for command in (0x801C581F, 0x401C5820, 0x540E, 0x5414, 0x5441, 0xFF03):
+        assert run_one(base, number("ioctl"), X86, (3, command)) == seccomp.ALLOW
+    for family in (1, 2, 10):
+        assert run_one(base, number("socket"), X86, (family, 1, 0)) == seccomp.ALLOW
 
 
 def test_programs_too_long_are_refused() -> None:
@@ -173,14 +316,14 @@ def test_programs_too_long_are_refused() -> None:
 def test_long_branches_keep_their_meaning() -> None:
     """Jumps of classic BPF reach 255 instructions; many extra rules need the long form."""
     extra = dict.fromkeys(("mount", "umount2", "openat2", "pidfd_open"), errno.EPERM)
-    code = seccomp.default_filter(seccomp.Options(extra_denied=extra), "x86_64")
+    code = filters(seccomp.Options(extra_denied=extra))
     for name in extra:
         assert run(code, number(name), X86) == refused(errno.EPERM)
     wide: seccomp.Draft = [(0x20, 0, 0, 0), (0x35, "high", "low", 100)]
     wide += [(0x35, "high", "low", 1000)] * 300 + ["low", (6, 0, 0, 1), "high", (6, 0, 0, 2)]
     packed = seccomp.pack(seccomp._resolve(wide))
-    assert run(packed, 99, X86) == 1
-    assert run(packed, 100, X86) == 2
+    assert run_one(packed, 99, X86) == 1
+    assert run_one(packed, 100, X86) == 2
 
 
 def test_description_names_every_rule() -> None:

@@ -47,22 +47,21 @@ static struct text read_file(const char *path)
     return (struct text){ p, p + n };
 }
 
-/* Split the next line at colons; false at the end of the text. */
+/* Split the next line at colons; missing fields are empty. False at the end of the text. */
 static bool next_entry(struct text *text, struct mp_bytes *fields, int n_fields)
 {
-    if (text->p >= text->end)
+    const char *p = text->p, *start = p;
+    int i = 0;
+    if (p >= text->end)
         return false;
-    const char *eol = memchr(text->p, '\n', (size_t)(text->end - text->p));
-    if (!eol)
-        eol = text->end;
-    const char *p = text->p;
-    for (int i = 0; i < n_fields; i++) {
-        const char *colon = p < eol ? memchr(p, ':', (size_t)(eol - p)) : NULL;
-        const char *stop = colon ? colon : eol;
-        fields[i] = (struct mp_bytes){ (const uint8_t *)p, (size_t)(stop - p) };
-        p = colon ? colon + 1 : eol;
-    }
-    text->p = eol + 1;
+    for (; p < text->end && *p != '\n'; p++)
+        if (*p == ':' && i < n_fields) {
+            fields[i++] = (struct mp_bytes){ (const uint8_t *)start, (size_t)(p - start) };
+            start = p + 1;
+        }
+    for (; i < n_fields; i++, start = p)
+        fields[i] = (struct mp_bytes){ (const uint8_t *)start, (size_t)(p - start) };
+    text->p = p + 1;
     return true;
 }
 

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "config.h"
@@ -15,7 +16,7 @@
 enum state { UNUSED, FREE, TAKEN, LINGERING };
 
 static struct slot {
-    int dir, events;
+    int dir, events; /* events: -1 until it is read first */
     unsigned name;
     enum state state;
     bool killed; /* never used again: see retire */
@@ -33,7 +34,8 @@ static void retire(struct slot *slot)
     if (unlinkat(FD_CGROUP, name, AT_REMOVEDIR) < 0 && errno != ENOENT)
         return; /* tried again by the next sweep */
     close(slot->dir);
-    close(slot->events);
+    if (slot->events >= 0)
+        close(slot->events);
     slot->state = UNUSED;
 }
 
@@ -44,14 +46,11 @@ static int slot_make(struct slot *slot)
         snprintf(name, sizeof name, "%u", next_name++);
     while (mkdirat(FD_CGROUP, name, 0755) < 0 && errno == EEXIST && next_name < 1u << 20);
     int dir = openat(FD_CGROUP, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int events = dir < 0 ? -1 : openat(dir, "cgroup.events", O_RDONLY | O_CLOEXEC);
-    if (events < 0) {
-        if (dir >= 0)
-            close(dir);
+    if (dir < 0) {
         unlinkat(FD_CGROUP, name, AT_REMOVEDIR);
         return CGROUP_FULL;
     }
-    *slot = (struct slot){ dir, events, next_name - 1, TAKEN, false };
+    *slot = (struct slot){ dir, -1, next_name - 1, TAKEN, false };
     return (int)(slot - slots);
 }
 
@@ -91,9 +90,15 @@ int cgroup_fd(int slot)
     return slot >= 0 ? slots[slot].dir : -1;
 }
 
-static bool is_empty(const struct slot *slot)
+static bool is_empty(struct slot *slot)
 {
     char text[128];
+    siginfo_t child;
+    /* Orphans become init's children: without any child there is nobody left anywhere. */
+    if (waitid(P_ALL, 0, &child, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0 && errno == ECHILD)
+        return true;
+    if (slot->events < 0)
+        slot->events = openat(slot->dir, "cgroup.events", O_RDONLY | O_CLOEXEC);
     ssize_t n = pread(slot->events, text, sizeof text - 1, 0);
     if (n < 0)
         return false;

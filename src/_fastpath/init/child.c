@@ -221,8 +221,8 @@ static void become(struct mp_bytes user, struct mp_bytes groups, struct identity
 /* Move a descriptor out of the range that is filled next; -1 stays. */
 static int lift(int fd)
 {
-    if (fd < 0)
-        return -1;
+    if (fd < 0 || fd > SHELL_FEED_FD)
+        return fd;
     int lifted = (int)syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 40); /* musl's makes two calls of it */
     if (lifted < 0)
         child_fail(EXHAUSTED, "no descriptor left: %s", strerror(errno));

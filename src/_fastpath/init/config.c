@@ -93,8 +93,5 @@ const char *config_read(int fd)
     close(fd);
     if (n == CONFIG_MAX)
         return "the configuration is too large";
-    text = map_resize(text, CONFIG_MAX, n ? n : 1);
-    if (!text)
-        return "no memory for the configuration";
     return config_parse((struct mp_bytes){ text, n });
 }

@@ -170,16 +170,16 @@ static int try_exec(const char *path, char **argv, size_t argc, char **env)
 static int search_exec(const char *name, char **argv, size_t argc, const struct environment *env)
 {
     const char *path = env_get(env, "PATH");
-    char full[MAX_PATH];
     int worst = ENOENT;
     if (strchr(name, '/'))
         return try_exec(name, argv, argc, env->entries);
     if (!*name)
         return ENOENT;
+    char *full = take(MAX_PATH);
     for (const char *p = path ? path : DEFAULT_PATH;;) {
         size_t n = strcspn(p, ":");
-        int need = snprintf(full, sizeof full, "%.*s%s%s", (int)n, p, n ? "/" : "", name);
-        if (need > 0 && (size_t)need < sizeof full) {
+        int need = snprintf(full, MAX_PATH, "%.*s%s%s", (int)n, p, n ? "/" : "", name);
+        if (need > 0 && need < MAX_PATH) {
             int err = try_exec(full, argv, argc, env->entries);
             if (err == EACCES)
                 worst = EACCES; /* a later directory may still have one that runs */

@@ -35,7 +35,9 @@ double now_wall(void); /* seconds since the epoch */
 /* Memory that goes back to the system when freed. NULL when there is none. */
 void *map_alloc(size_t n);
 /* For the life of the process, and not there in a child: what init keeps for itself costs a fork
- * nothing, neither copied page tables nor copies of the pages that init goes on writing. */
+ * nothing, neither copied page tables nor copies of the pages that init goes on writing. All tables
+ * share one mapping, without gaps: the first entries of small ones are in one page. */
+bool tables_open(void);
 void *table_alloc(size_t n);
 void *map_resize(void *old, size_t old_n, size_t new_n);
 void map_free(void *p, size_t n);

@@ -22,7 +22,8 @@ int main(int argc, char **argv)
             return die("usage: dsec-init [--any-peer]  (descriptors: see docs/protocol.md)");
         config.any_peer = true;
     }
-    const char *problem = config_read(FD_CONFIG);
+    /* First, so that what children inherit is mapped side by side below it, as one piece. */
+    const char *problem = tables_open() ? config_read(FD_CONFIG) : "no memory for the tables";
     if (!problem)
         problem = serve_open();
     if (!problem)

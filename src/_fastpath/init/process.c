@@ -22,6 +22,8 @@
 #include "session.h"
 #include "transfer.h"
 
+#define REAP_BATCH 64
+
 bool namespace_given[5];
 int null_fd = -1;
 static int oom_fd = -1, oom_standing; /* init's own score, as the spawner left it */
@@ -51,7 +53,9 @@ static void children_ready(struct source *source, uint32_t events)
         return;
     pid_t pid;
     bool any = false;
-    while ((pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {
+    int taken = 0;
+    while (taken < REAP_BATCH && (pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {
+        taken++;
         if (WIFSTOPPED(status)) {
             child_stopped(pid);
             continue;
@@ -59,6 +63,10 @@ static void children_ready(struct source *source, uint32_t events)
         any = true;
         child_ended(pid, status);
     }
+    /* The rest in the next round: where children end faster than they are reaped, a round would go on
+     * for ever, and neither a timeout nor a kill would be seen. */
+    if (taken == REAP_BATCH)
+        kill(getpid(), SIGCHLD);
     if (any)
         cgroups_sweep();
 }

@@ -18,9 +18,10 @@ const char *serve_open(void)
 {
     if (loop_open() < 0)
         return "epoll failed";
-    bool made = scratch_open() && conn_table_open() && call_table_open() && job_table_open() &&
-                drain_table_open() && session_table_open() && transfer_table_open() &&
-                leaver_table_open() && cgroup_table_open();
+    /* The scratch first: it wants whole pages. */
+    bool made = scratch_open() && conn_table_open() && cgroup_table_open() &&
+                call_table_open() && job_table_open() && drain_table_open() &&
+                session_table_open() && transfer_table_open() && leaver_table_open();
     return made ? NULL : "no memory for the tables";
 }
 

@@ -69,6 +69,21 @@ static inline int k_openat2(int at, const char *path, uint64_t flags, uint64_t r
     return (int)KERNEL(syscall(SYS_openat2, at, path, &how, sizeof how));
 }
 
+/* A new file for writing, `path` below the directory `at` and through no symbolic link. */
+static inline int k_create_file(int at, const char *path, unsigned mode)
+{
+    struct open_how how = { .flags = O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                            .mode = mode,
+                            .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS };
+    return (int)KERNEL(syscall(SYS_openat2, at, path, &how, sizeof how));
+}
+
+/* fcntl(2) of musl makes two system calls of it. */
+static inline int k_dup_from(int fd, int lowest)
+{
+    return (int)KERNEL(syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, lowest));
+}
+
 static inline int k_close_range(unsigned first, unsigned last, unsigned flags)
 {
     return (int)KERNEL(syscall(SYS_close_range, first, last, flags));

@@ -147,15 +147,13 @@ int make_netns(const char **step)
     return status < 0 ? status : work.fd;
 }
 
-/* Read the file of our network namespace in `proc` whole. Returns its size or a negative errno. */
-static int read_net(int proc, const char *name, char *buffer, size_t room)
+/* Read the file `name` of our network namespace whole. Returns its size or a negative errno. */
+static int read_net(int net, const char *name, char *buffer, size_t room)
 {
-    char path[64];
     size_t size = 0;
     ssize_t got;
 
-    snprintf(path, sizeof path, "thread-self/net/%s", name);
-    int fd = openat(proc, path, O_RDONLY | O_CLOEXEC);
+    int fd = openat(net, name, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
     while (size < room - 1 && (got = read(fd, buffer + size, room - 1 - size)) > 0)
@@ -184,39 +182,39 @@ static long number_after(const char *text, const char *label)
 }
 
 /* `used` and `tw` of sockstat are per namespace, and no socket of ours is open in it yet. */
-static int holds_sockets(int proc, char *buffer, size_t room)
+static int holds_sockets(int net, char *buffer, size_t room)
 {
-    int size = read_net(proc, "sockstat", buffer, room);
+    int size = read_net(net, "sockstat", buffer, room);
     return size <= 0 || number_after(buffer, "used ") != 0 || number_after(buffer, " tw ") != 0;
 }
 
-static int holds_interfaces(int proc, char *buffer, size_t room)
+static int holds_interfaces(int net, char *buffer, size_t room)
 {
-    if (read_net(proc, "dev", buffer, room) <= 0 || lines_without(buffer, " lo:") != 2)
+    if (read_net(net, "dev", buffer, room) <= 0 || lines_without(buffer, " lo:") != 2)
         return 1; /* two heading lines */
-    if (read_net(proc, "route", buffer, room) > 0 && lines_without(buffer, "Destination") != 0)
+    if (read_net(net, "route", buffer, room) > 0 && lines_without(buffer, "Destination") != 0)
         return 1;
-    if (read_net(proc, "if_inet6", buffer, room) > 0 && lines_without(buffer, " lo\n") != 0)
+    if (read_net(net, "if_inet6", buffer, room) > 0 && lines_without(buffer, " lo\n") != 0)
         return 1;
     return 0;
 }
 
-int own_netns_reusable(int proc)
+int own_netns_reusable(int net)
 {
     char buffer[4096];
-    return !holds_sockets(proc, buffer, sizeof buffer) &&
-           !holds_interfaces(proc, buffer, sizeof buffer);
+    return !holds_sockets(net, buffer, sizeof buffer) &&
+           !holds_interfaces(net, buffer, sizeof buffer);
 }
 
 static int inspect_netns(void *argument)
 {
     struct netns_work *work = argument;
 
-    int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (proc < 0)
+    int net = open("/proc/thread-self/net", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (net < 0)
         return 2;
-    int status = setns(work->fd, CLONE_NEWNET) < 0 ? 2 : !own_netns_reusable(proc);
-    close(proc); /* the table of descriptors is shared with the caller */
+    int status = setns(work->fd, CLONE_NEWNET) < 0 ? 2 : !own_netns_reusable(net);
+    close(net); /* the table of descriptors is shared with the caller */
     return status;
 }
 

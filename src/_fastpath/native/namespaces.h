@@ -15,7 +15,8 @@ int make_netns(const char **step);
 /* 1 when the network namespace holds nothing of its last user: no socket (TIME_WAIT included), no
  * interface but loopback, no route and no address beyond loopback's. 0 when it does. */
 int netns_reusable(int netns);
-/* The same for the namespace this thread is in; `proc` is a directory descriptor of /proc. */
-int own_netns_reusable(int proc);
+/* The same for the namespace this thread is in; `net` is a descriptor of its /proc/thread-self/net,
+ * which shows whatever namespace it is in at the time. */
+int own_netns_reusable(int net);
 
 #endif

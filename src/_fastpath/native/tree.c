@@ -61,14 +61,12 @@ static int sweep(int dir, int cgroup, char deeper[NAME_MAX + 1], int *error)
 }
 
 /* Depth first with two descriptors: descend by name, ascend by "..": nobody can move directories
- * under us, the sandbox is dead. A step to another file system is refused in any case. */
-static int empty_directory(int top, int cgroup)
+ * under us, the sandbox is dead. A step to another file system is refused in any case. Closes `dir`. */
+static int empty_directory(int dir, int cgroup)
 {
     char deeper[NAME_MAX + 1];
-    int error = 0, depth = 0, dir = fcntl(top, F_DUPFD_CLOEXEC, 0), found;
+    int error = 0, depth = 0, found;
 
-    if (dir < 0)
-        return -errno;
     while ((found = sweep(dir, cgroup, deeper, &error)) >= 0 && !error) {
         if (!found && depth == 0)
             break;
@@ -114,7 +112,6 @@ static int remove_with(int at, const char *name, int cgroup)
     if (dir < 0)
         return errno == ENOENT ? 0 : -errno;
     int error = empty_directory(dir, cgroup);
-    close(dir);
     if (error)
         return error;
     return unlinkat(at, name, AT_REMOVEDIR) == 0 || errno == ENOENT ? 0 : -errno;

@@ -241,7 +241,7 @@ static int deal_out_fds(struct creation *c)
     int parked[COUNT];
 
     for (int i = 0; i < COUNT; i++) {
-        parked[i] = wanted[i] < 0 ? -1 : (int)KERNEL(fcntl(wanted[i], F_DUPFD_CLOEXEC, PARKED));
+        parked[i] = wanted[i] < 0 ? -1 : k_dup_from(wanted[i], PARKED);
         if (wanted[i] >= 0 && parked[i] < 0)
             return parked[i];
     }

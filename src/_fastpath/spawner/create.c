@@ -51,18 +51,14 @@ static int make_directory(struct creation *c, const char *path, mode_t mode, boo
     return fd;
 }
 
-/* The owner may move its processes between groups of its own below; limits and cgroup.kill stay
- * root's (cgroup v2, "Delegation"). */
+/* The owner may make groups below and put its processes there, no more: limits and cgroup.kill stay
+ * root's, and it enables no controller (cgroup v2, "Delegation"). */
 static int delegate(const struct creation *c, int group)
 {
-    static const char *const files[] = { "cgroup.procs", "cgroup.threads",
-                                         "cgroup.subtree_control" };
     uid_t owner = c->plan->owner_uid;
-
-    for (unsigned i = 0; i < sizeof files / sizeof *files; i++)
-        if (fchownat(group, files[i], owner, owner, 0) < 0)
-            return -errno;
-    return (int)KERNEL(fchown(group, owner, owner));
+    if (fchownat(group, "cgroup.procs", owner, owner, 0) < 0 || fchown(group, owner, owner) < 0)
+        return -errno;
+    return 0;
 }
 
 static int make_cgroup(struct creation *c)
@@ -136,15 +132,15 @@ static int make_upper(struct creation *c)
                *c->plan->upper_dir ? make_disk_upper(c) : make_memory_upper(c);
 }
 
-static int make_owned(const struct creation *c, const char *name, mode_t mode)
+static int make_owned(const struct creation *c, const char *name)
 {
     int at = c->fd[FD_UPPER];
-    if (mkdirat(at, name, mode) < 0)
+    if (mkdirat(at, name, 0755) < 0)
         return -errno;
     int fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
-    if (fchown(fd, c->plan->uid_base, c->plan->uid_base) < 0 || fchmod(fd, mode) < 0) {
+    if (fchown(fd, c->plan->uid_base, c->plan->uid_base) < 0) {
         int error = -errno;
         close(fd);
         return error;
@@ -156,51 +152,53 @@ static int make_owned(const struct creation *c, const char *name, mode_t mode)
 static int fill_upper(struct creation *c)
 {
     c->made_upper = true;
-    int u = c->fd[FD_LAYER_U] = make_owned(c, "u", 0755);
-    int w = u < 0 ? u : (c->fd[FD_LAYER_W] = make_owned(c, "w", 0755));
-    int s = w < 0 ? w : make_owned(c, "s", 01777);
+    int u = c->fd[FD_LAYER_U] = make_owned(c, "u");
+    int w = u < 0 ? u : (c->fd[FD_LAYER_W] = make_owned(c, "w"));
+    int s = w < 0 ? w : make_owned(c, "s");
     if (s < 0)
         return s;
-    int shm = c->fd[FD_SHM] = host_clone_mount(c->host, s, NULL);
+    int shm = c->fd[FD_SHM] =
+        fchmod(s, 01777) < 0 ? -errno : host_clone_mount(c->host, s, NULL);
     close(s);
     if (shm < 0)
         return shm;
     return k_mount_setattr(shm, "", AT_EMPTY_PATH, MOUNT_ATTR_NODEV | MOUNT_ATTR_NOSUID, -1);
 }
 
-/* A generated file goes into the upper: no mount of its own, and root inside may change it. A
- * directory made on the way gets what /etc has everywhere, root's 0755. */
+/* The directories above `target` get what /etc has everywhere, root's 0755. */
+static int make_parents(const struct creation *c, const char *target)
+{
+    int at = c->fd[FD_LAYER_U];
+    uid_t root = c->plan->uid_base;
+    char path[1024];
+
+    for (const char *slash = target; (slash = strchr(slash, '/')); slash++) {
+        size_t size = (size_t)(slash - target);
+        if (size >= sizeof path)
+            return -ENAMETOOLONG;
+        memcpy(path, target, size);
+        path[size] = 0;
+        if (mkdirat(at, path, 0755) == 0 ? fchownat(at, path, root, root, 0) < 0 : errno != EEXIST)
+            return -errno;
+    }
+    return 0;
+}
+
+/* A generated file goes into the upper: no mount of its own, and root inside may change it. */
 static int make_file(const struct creation *c, const struct new_file *file)
 {
-    int at = fcntl(c->fd[FD_LAYER_U], F_DUPFD_CLOEXEC, 0);
-    const char *name = file->target;
-    for (const char *slash; at >= 0 && (slash = strchr(name, '/')); name = slash + 1) {
-        char part[256];
-        if (slash == name || (size_t)(slash - name) >= sizeof part) {
-            close(at);
-            return -EINVAL;
-        }
-        memcpy(part, name, (size_t)(slash - name));
-        part[slash - name] = 0;
-        bool made = mkdirat(at, part, 0755) == 0;
-        int next = made || errno == EEXIST
-                       ? openat(at, part, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC)
-                       : -1;
-        if (next >= 0 && made && fchown(next, c->plan->uid_base, c->plan->uid_base) < 0)
-            close_if(&next);
-        close(at);
-        at = next;
+    int at = c->fd[FD_LAYER_U], error = 0;
+    int fd = k_create_file(at, file->target, file->mode);
+
+    if (fd == -ENOENT) {
+        error = make_parents(c, file->target);
+        fd = error < 0 ? error : k_create_file(at, file->target, file->mode);
     }
-    if (at < 0)
-        return -errno;
-    int fd = (int)KERNEL(openat(at, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-    close(at);
     if (fd < 0)
         return fd;
-    int error = 0;
     if (write(fd, file->content.p, file->content.n) != (ssize_t)file->content.n)
         error = -ENOSPC;
-    else if (fchown(fd, c->plan->uid_base, c->plan->uid_base) < 0 || fchmod(fd, file->mode) < 0)
+    else if (fchown(fd, c->plan->uid_base, c->plan->uid_base) < 0)
         error = -errno;
     close(fd);
     return error;

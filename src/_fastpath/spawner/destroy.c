@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <signal.h>
+#include <stdio.h>
 
 #include "native/kernel.h"
 #include "native/tree.h"
@@ -11,15 +12,12 @@
 
 static int kill_cgroup(const struct host *host, const char *path)
 {
-    int directory = host_open(host, path, O_PATH | O_DIRECTORY);
-    if (directory < 0)
-        return directory == -ENOENT ? 0 : directory;
-    int fd = openat(directory, "cgroup.kill", O_WRONLY | O_CLOEXEC);
-    int error = fd < 0 || write(fd, "1", 1) < 0 ? -errno : 0;
-    if (fd >= 0)
-        close(fd);
-    close(directory);
-    /* A group that goes away between the two opens has no process either. */
+    char file[4096];
+
+    if ((size_t)snprintf(file, sizeof file, "%s/cgroup.kill", path) >= sizeof file)
+        return -ENAMETOOLONG;
+    int error = host_write(host, file, "1");
+    /* A group that is gone, or goes meanwhile, has no process. */
     return error == -ENODEV || error == -ENOENT ? 0 : error;
 }
 

@@ -119,6 +119,7 @@ static bool can_lower_oom(void)
 
 int enter_host(struct host *host, const char *init, const char **step)
 {
+    umask(022);
     host->may_lower_oom = can_lower_oom();
     *step = "stack";
     host->stack = make_stack();
@@ -129,9 +130,9 @@ int enter_host(struct host *host, const char *init, const char **step)
     host->root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     host->host_mounts = open("/proc/self/ns/mnt", O_RDONLY | O_CLOEXEC);
     host->init = open(init, O_PATH | O_CLOEXEC);
-    host->proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    host->net = open("/proc/thread-self/net", O_PATH | O_DIRECTORY | O_CLOEXEC);
     host->own_netns = open("/proc/self/ns/net", O_RDONLY | O_CLOEXEC);
-    if (host->root < 0 || host->host_mounts < 0 || host->init < 0 || host->proc < 0 ||
+    if (host->root < 0 || host->host_mounts < 0 || host->init < 0 || host->net < 0 ||
         host->own_netns < 0)
         return -errno;
     *step = "unshare";
@@ -220,7 +221,7 @@ bool host_netns_reusable(const struct host *host, int netns)
 {
     if (setns(netns, CLONE_NEWNET) < 0)
         return false;
-    bool reusable = own_netns_reusable(host->proc);
+    bool reusable = own_netns_reusable(host->net);
     if (setns(host->own_netns, CLONE_NEWNET) < 0)
         abort(); /* a sandbox's namespace would leak into all that follows */
     return reusable;

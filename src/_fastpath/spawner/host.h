@@ -16,15 +16,15 @@ struct host {
     int own_mounts;  /* ours */
     int null;        /* /dev/null */
     int init;        /* the executable of PID 1 */
-    int proc;        /* O_PATH of the host's /proc */
+    int net;         /* O_PATH of our /proc/thread-self/net */
     int own_netns;   /* network namespace of the host */
     bool may_lower_oom;
     bool away; /* in the host's mount namespace for the moment */
     void *stack, *helper_stack; /* CHILD_STACK bytes each */
 };
 
-/* Move this process into its small mount namespace. `init` is a path on the host. On failure the
- * step is in `*step`. */
+/* Move this process into its small mount namespace; its umask becomes 022. `init` is a path on the
+ * host. On failure the step is in `*step`. */
 int enter_host(struct host *host, const char *init, const char **step);
 
 /* Open `path` of the host; symbolic links stay below its root. */

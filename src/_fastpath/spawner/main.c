@@ -1,6 +1,7 @@
 /* dsec-spawner: carries out the plans of dsecd, one message at a time.
  *
- *     dsec-spawner FD INIT    FD: SOCK_SEQPACKET to the daemon, INIT: path of dsec-init
+ *     dsec-spawner FD INIT FILTER    FD: SOCK_SEQPACKET to the daemon, INIT: path of dsec-init,
+ *                                    FILTER: descriptor of the system call filter of all it makes
  *
  * A message is the msgpack array [id, op, plan], with the plan's descriptors beside it; the answer is
  * [id, SpawnReply], with the pidfd of a new container beside it. It ends when the daemon closes the
@@ -13,6 +14,7 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 
+#include "native/filter.h"
 #include "native/kernel.h"
 #include "spawner/create.h"
 #include "spawner/destroy.h"
@@ -266,13 +268,21 @@ static void set_signals(void)
         signal(ignored[i], SIG_IGN); /* SIGCHLD: the kernel reaps; the others are the daemon's */
 }
 
+static int start(struct spawner *spawner, const char *init, int filter, const char **step)
+{
+    *step = "seccomp";
+    int error = install_filter(filter);
+    close(filter);
+    return error < 0 ? error : enter_host(&spawner->host, init, step);
+}
+
 int main(int argc, char **argv)
 {
     static struct spawner spawner;
     const char *step = "";
 
-    if (argc != 3) {
-        fputs("usage: dsec-spawner FD INIT\n", stderr);
+    if (argc != 4) {
+        fputs("usage: dsec-spawner FD INIT FILTER\n", stderr);
         return 2;
     }
     spawner.control = atoi(argv[1]);
@@ -280,7 +290,7 @@ int main(int argc, char **argv)
     fcntl(spawner.control, F_SETFD, FD_CLOEXEC);
     prctl(PR_SET_NAME, "dsec-spawner");
     struct reply ready = { .pidfd = -1 };
-    ready.error = enter_host(&spawner.host, argv[2], &step);
+    ready.error = start(&spawner, argv[2], atoi(argv[3]), &step);
     ready.step = step;
     ready.pid = getpid();
     answer(&spawner, &ready);

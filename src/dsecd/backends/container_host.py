@@ -147,7 +147,7 @@ class ContainerHost:
             masked=chosen.masked,
             read_only=chosen.read_only,
             caps=capabilities.mask(),
-            seccomp=seccomp.default_filter(),
+            seccomp=seccomp.command_filter(),
             trace=self._config.log.level == "debug",
         )
 
@@ -157,12 +157,14 @@ class ContainerHost:
         init = _binary(paths.init, "dsec-init")
         count = pools.spawners or min(MAX_SPAWNERS, 2 * (os.cpu_count() or 1))
         slots = self.driver.slots
-        if slots is None:
-            pool = SpawnerPool(binary, count, init=init)
-        else:
-            pool = SpawnerPool(
-                binary, count, init=init, take_slot=slots.acquire, return_slot=_return_to(slots)
-            )
+        pool = SpawnerPool(
+            binary,
+            count,
+            init=init,
+            base_filter=seccomp.base_filter(),
+            take_slot=slots.acquire if slots else None,
+            return_slot=_return_to(slots) if slots else None,
+        )
         await pool.start()
         return pool
 

@@ -2,7 +2,8 @@
 
 Deadlines move with every call into a sandbox; the heap does not. An entry only says "look at this
 sandbox then"; the owner answers with its present deadline, and the entry is pushed again if that is
-later. So a call costs no heap operation, and ten thousand sandboxes cost one loop timer.
+later. So a call costs no heap operation, and ten thousand sandboxes cost one loop timer. Entries of
+the forgotten stay until they come up, a day for the default idle timeout, or until most are such.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import heapq
 from collections.abc import Callable
 
+SPARE = 1024  # entries of the forgotten that are not worth clearing out
 Look = Callable[[str], float | None]  # name → next deadline (loop time), None: nothing to wait for
 
 
@@ -37,6 +39,9 @@ class Timer:
     def forget(self, name: str) -> None:
         """Stop looking at `name`; its entry in the heap is skipped when it comes up."""
         self._next.pop(name, None)
+        if len(self._heap) > 2 * len(self._next) + SPARE:
+            self._heap = [(when, name) for name, when in self._next.items()]
+            heapq.heapify(self._heap)
 
     def close(self) -> None:
         self._closed = True

@@ -12,7 +12,7 @@ from libdsec.errors import AlreadyExists, DSecError, Exhausted, Internal, Invali
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 # cgroup.procs lets the owner move its processes below; limits and cgroup.kill stay root's
-_DELEGATED = ("", "/cgroup.procs", "/cgroup.threads", "/cgroup.subtree_control")
+_DELEGATED = ("", "/cgroup.procs")
 
 
 class SandboxTree:

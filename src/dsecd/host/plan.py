@@ -50,7 +50,7 @@ class NewFile(msgspec.Struct, array_like=True, frozen=True):
 
     target: str
     content: bytes
-    mode: int = 0o644
+    mode: int = 0o644  # at most 0755
 
 
 class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):

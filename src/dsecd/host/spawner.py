@@ -81,7 +81,9 @@ def step_error(what: str, code: int, step: str) -> DSecError:
 class _Worker:
     """One spawner process and the calls it has not answered yet."""
 
-    def __init__(self, binary: str, init: str, on_lost: Callable[[_Worker], None]) -> None:
+    def __init__(
+        self, binary: str, init: str, base_filter: bytes, on_lost: Callable[[_Worker], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
         self._calls: dict[int, _Call] = {}
@@ -89,14 +91,15 @@ class _Worker:
         self.slot: Slot | None = None
         self.lost = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with theirs, os.fdopen(os.memfd_create("filter"), "wb", buffering=0) as filter_file:
+            filter_file.write(base_filter)
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
             ours.setblocking(False)
             self._socket = ours
             self._process = subprocess.Popen(
-                [binary, str(theirs.fileno()), init],
-                pass_fds=[theirs.fileno()],
+                [binary, str(theirs.fileno()), init, str(filter_file.fileno())],
+                pass_fds=[theirs.fileno(), filter_file.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a ^C on the daemon's terminal is not for it
                 env={},
@@ -182,7 +185,7 @@ class _Worker:
 
 
 class SpawnerPool:
-    """`count` creators and half as many destroyers.
+    """`count` creators and half as many destroyers, all under the system call filter `base_filter`.
 
     `take_slot` and `return_slot` (v1 hosts) give and take back the groups that creators sit in. A
     process that dies is replaced; the calls it held fail with `Unavailable`.
@@ -194,10 +197,12 @@ class SpawnerPool:
         count: int,
         *,
         init: str,
+        base_filter: bytes,
         take_slot: Callable[[], Slot] | None = None,
         return_slot: Callable[[Slot], None] | None = None,
     ) -> None:
         self._binary, self._init, self._count = binary, init, count
+        self._base_filter = base_filter
         self._take_slot, self._return_slot = take_slot, return_slot
         self._creators: list[_Worker] = []
         self._destroyers: list[_Worker] = []
@@ -223,7 +228,7 @@ class SpawnerPool:
             raise
 
     async def _add(self, group: list[_Worker]) -> None:
-        worker = _Worker(self._binary, self._init, self._on_lost)
+        worker = _Worker(self._binary, self._init, self._base_filter, self._on_lost)
         group.append(worker)
         reply, _ = await worker.ready
         if reply.error:

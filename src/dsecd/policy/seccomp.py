@@ -1,20 +1,27 @@
 """The system call filter of every command in a sandbox: an assembler of classic BPF and the list.
 
-The filter is a deny list: unmodified software must run as root inside, so everything is allowed
+The filter is in two parts. The *base* denies what neither a spawner nor PID 1 ever needs: each
+spawner installs it once, and every process that it makes inherits it. The *command* part, a sixth
+of the size, is installed in each command: what those two need and a sandbox must not have, and what
+the sandbox's options decide. The kernel runs both and takes the stricter verdict; of two errnos,
+that of the part installed last.
+
+Together they are a deny list: unmodified software must run as root inside, so everything is allowed
 that the user namespace, the locked mounts and the empty network namespace already contain. What is
 denied is reachable state that no namespace covers (keys, BPF, module loading, clocks), large
 kernel surfaces that agents do not need (io_uring, userfaultfd, perf), and ways around a mount or a
 file policy (file handles, extent swapping, nested user namespaces).
 
-Shape: one check of the architecture, then a binary search over call numbers. The kernel emulates
-the program for each number when it is installed (kernel/seccomp.c, action cache), once per command;
-a search costs it seven steps where a list costs sixty.
+Shape of each: one check of the architecture, then a binary search over call numbers. The kernel
+emulates a program, when it is installed, for each number that those before it let through
+(kernel/seccomp.c, action cache); a search costs it seven steps where a list costs sixty.
 """
 
 from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dsecd.host import syscalls
@@ -109,10 +116,11 @@ _NETLINK_ALLOWED = (0, 4, 15)
 # (XFS_IOC_SWAPEXT, EXCHANGE_RANGE, EXT4_IOC_MOVE_EXT, SWAP_BOOT), immutable flags, project ids,
 # freezing, and btrfs snapshots; denying all but the known reads leaves no room for a new one.
 _IOCTL_TYPES: dict[int, tuple[int, ...]] = {
-    ord("X"): (31,),  # FS_IOC_FSGETXATTR
+    ord("X"): (31, 32),  # FS_IOC_FSGETXATTR, and FSSETXATTR, which the command part denies
     ord("f"): (1, 11),  # FS_IOC_GETFLAGS, FS_IOC_FIEMAP
     0x94: (9, 13, 54),  # FICLONE, FICLONERANGE, FIDEDUPERANGE
 }
+_FSSETXATTR = 0x5820  # type and number: a spawner sets the project of a disk upper
 # Terminal injection (TIOCSTI, TIOCLINUX), console capture, loading of line disciplines
 IOCTLS_DENIED = (0x5412, 0x541C, 0x541D, 0x5423)
 
@@ -123,7 +131,7 @@ class Options:
 
     `nested_namespaces` allows user and network namespaces inside (a browser's own sandbox,
     rootless containers) at the price of the kernel surface behind them; `i386` lets 32-bit x86
-    programs run, under the same list.
+    programs run, under the same list, where the base lets them through.
     """
 
     nested_namespaces: bool = False
@@ -131,11 +139,20 @@ class Options:
     extra_denied: dict[str, int] = field(default_factory=dict)
 
 
-def default_filter(options: Options | None = None, arch: Arch | None = None) -> bytes:
-    """Return the filter as an array of `struct sock_filter` (8 bytes each, host byte order)."""
+def base_filter(*, i386: bool = False, arch: Arch | None = None) -> bytes:
+    """Return the part for a spawner, as an array of `struct sock_filter` (8 bytes each).
+
+    `i386`: some sandbox of this host may run 32-bit x86 programs. Host byte order.
+    """
+    native = arch or syscalls.host_arch()
+    return pack(_assemble(native, i386, _base_body))
+
+
+def command_filter(options: Options | None = None, arch: Arch | None = None) -> bytes:
+    """Return the part for commands, in the same form; it counts on the base below it."""
     chosen = options or Options()
     native = arch or syscalls.host_arch()
-    return pack(assemble(chosen, native))
+    return pack(_assemble(native, chosen.i386, lambda each: _command_body(chosen, each)))
 
 
 def pack(program: Program) -> bytes:
@@ -145,18 +162,18 @@ def pack(program: Program) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def assemble(options: Options, native: Arch) -> Program:
+def _assemble(native: Arch, i386: bool, body_of: Callable[[Arch], Program]) -> Program:
     """Return the whole program: one part for each architecture, every other is killed.
 
     Killed and not refused: a program of a foreign architecture cannot even exit when each of its
     calls fails, and would spin.
     """
     arches: list[Arch] = [native]
-    if options.i386 and native == "x86_64":
+    if i386 and native == "x86_64":
         arches.append("i386")
     program: Program = [(_LD_W_ABS, 0, 0, _ARCH)]
     for arch in arches:
-        body = _body(options, arch)
+        body = body_of(arch)
         program += _skip_unless(_AUDIT_ARCH[arch], body)
         program += body
     program.append((_RET_K, 0, 0, KILL_PROCESS))
@@ -168,17 +185,62 @@ def _skip_unless(value: int, body: Program) -> Program:
     return [(_JEQ_K, 1, 0, value), (_JA, 0, 0, len(body))]
 
 
-def _body(options: Options, arch: Arch) -> Program:
-    """Return the search over the numbers of `arch`; it always ends in a verdict."""
-    places, blocks = _rules(options, arch)
-    draft: Draft = [(_LD_W_ABS, 0, 0, _NR)]
-    if arch == "x86_64":
-        # x32 calls carry the same architecture and would pass by under other numbers
-        draft += [(_JGE_K, 0, 1, _X32_BIT), _refuse(errno.ENOSYS)]
-    draft += _search(sorted(places.items()))
-    for name, block in blocks.items():
-        draft += [name, *block]
-    return _resolve(draft)
+def _base_body(arch: Arch) -> Program:
+    """Return the base for `arch`."""
+    rules = _Rules(arch)
+    rules.refuse(DENIED)
+    rules.add(_socket(), "socket", "socketpair")
+    rules.add(_ioctl(), "ioctl")
+    # x32 calls carry the architecture of x86_64 and would pass by under other numbers
+    x32: Draft = [(_JGE_K, 0, 1, _X32_BIT), _refuse(errno.ENOSYS)] if arch == "x86_64" else []
+    return rules.compile(x32)
+
+
+def _command_body(options: Options, arch: Arch) -> Program:
+    """Return the command part for `arch`."""
+    rules = _Rules(arch)
+    errnos = dict(options.extra_denied)
+    rules.add(_refuse_attributes(), "ioctl")
+    if not options.nested_namespaces:
+        flags = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWCGROUP
+        rules.add(_refuse_flags(flags), "clone", "unshare")
+        # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
+        errnos["clone3"] = errno.ENOSYS
+    if not options.i386:
+        errnos["modify_ldt"] = errno.ENOSYS  # segments serve 16- and 32-bit code only
+    rules.refuse(errnos)
+    return rules.compile()
+
+
+class _Rules:
+    """By call number of one architecture, the place that decides it; by place its code."""
+
+    def __init__(self, arch: Arch) -> None:
+        self._arch = arch
+        self._places: dict[int, str] = {}
+        self._blocks: dict[str, Program] = {_ALLOWED: [_allow()]}
+
+    def add(self, block: Program, *names: str, place: str = "") -> None:
+        """Let `block` decide the calls `names`; those that the architecture lacks are left out."""
+        where = place or names[0]
+        for name in names:
+            number = syscalls.number(name, self._arch)
+            if number is not None:
+                self._places[number] = where
+                self._blocks[where] = block
+
+    def refuse(self, errnos: Mapping[str, int]) -> None:
+        """Answer each call with its errno."""
+        for name, code in errnos.items():
+            self.add([_refuse(code)], name, place=f"errno {code}")
+
+    def compile(self, first: Draft | None = None) -> Program:
+        """Return `first` and then the search, over a loaded number; it always ends in a verdict."""
+        draft: Draft = [(_LD_W_ABS, 0, 0, _NR), *(first or [])]
+        draft += _search(sorted(self._places.items()))
+        for name, block in self._blocks.items():
+            draft += [name, *block]
+        return _resolve(draft)
 
 
 def _search(rules: list[tuple[int, str]]) -> Draft:
@@ -233,25 +295,6 @@ def _place(
     return program, too_far
 
 
-def _rules(options: Options, arch: Arch) -> tuple[dict[int, str], dict[str, Program]]:
-    """Return by call number the place that decides it, and by place its code."""
-    errnos = DENIED | options.extra_denied
-    if not options.i386:
-        errnos["modify_ldt"] = errno.ENOSYS  # segments serve 16- and 32-bit code only
-    blocks = {"socket": _socket(), "ioctl": _ioctl(), _ALLOWED: [_allow()]}
-    names = {"socket": "socket", "socketpair": "socket", "ioctl": "ioctl"}
-    if not options.nested_namespaces:
-        blocks["namespaces"] = _refuse_flags(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWCGROUP)
-        names |= {"clone": "namespaces", "unshare": "namespaces"}
-        # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
-        errnos["clone3"] = errno.ENOSYS
-    for name, code in errnos.items():
-        names[name] = f"errno {code}"
-        blocks[f"errno {code}"] = [_refuse(code)]
-    numbered = ((syscalls.number(name, arch), place) for name, place in names.items())
-    return {number: place for number, place in numbered if number is not None}, blocks
-
-
 def _refuse(code: int) -> Instruction:
     return (_RET_K, 0, 0, _ERRNO | code)
 
@@ -300,6 +343,16 @@ def _socket() -> Program:
         _refuse(errno.EAFNOSUPPORT),
     ]
     return start
+
+
+def _refuse_attributes() -> Program:
+    return [
+        _argument(1),
+        (_ALU_AND_K, 0, 0, 0xFFFF),
+        (_JEQ_K, 0, 1, _FSSETXATTR),
+        _refuse(errno.EPERM),
+        _allow(),
+    ]
 
 
 def _ioctl() -> Program:
