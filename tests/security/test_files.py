@@ -112,9 +112,9 @@ async def test_users_rights_are_the_files_apis(box: Sandbox) -> None:
 async def test_a_directory_that_becomes_a_link_meanwhile(target: Target, planted: Path) -> None:
     """The race of rename and symlink against a path walk: every read is of one or the other."""
     box = await target.sibling(cpu_cores_limit=2)
+    await box.files.write("/tmp/a/planted", "inside")  # whole before anybody reads it
     script = f"""
 import time
-os.makedirs("/tmp/a"); open("/tmp/a/planted", "w").write("inside")
 os.symlink("/proc/1/root{planted.parent}", "/tmp/b")
 os.symlink("/../../../../../../../..{planted.parent}", "/tmp/c")
 end = time.monotonic() + 3
