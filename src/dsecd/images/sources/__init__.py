@@ -1,0 +1,1 @@
+"""What layers are made of: directories, tar archives, OCI images, the uppers of sandboxes."""
