@@ -1,0 +1,1 @@
+"""The store that hosts share: immutable objects by digest, and names that move."""
