@@ -40,10 +40,11 @@ class Executable(NamedTuple):
     name: str
     main: str
     folders: tuple[str, ...]
+    libraries: tuple[str, ...] = ()  # shared ones; without any it is linked statically
 
     def sources(self) -> list[str]:
         found = [path for folder in self.folders for path in _files(folder, "*.c")]
-        mains = {f"{NATIVE}/init/main.c", f"{NATIVE}/spawner/main.c", self.main} - {self.main}
+        mains = {f"{NATIVE}/{part}/main.c" for part in ("init", "spawner", "blobd")} - {self.main}
         return sorted((set(found) | {self.main}) - mains)
 
 
@@ -58,6 +59,12 @@ EXECUTABLES = (
         "dsec-floor",
         "benchmarks/floor.c",
         (f"{NATIVE}/wire", f"{NATIVE}/native", f"{NATIVE}/spawner"),
+    ),
+    Executable(
+        "dsec-blobd",
+        f"{NATIVE}/blobd/main.c",
+        (f"{NATIVE}/wire", f"{NATIVE}/blobd"),
+        ("curl", "crypto", "pthread"),
     ),
 )
 
@@ -106,7 +113,8 @@ class BuildNative(Command):
         for executable in EXECUTABLES:
             if self.only not in (None, executable.name) or not Path(executable.main).exists():
                 continue
-            self._build(executable, root / "dsecd/bin", (*RELEASE, *STATIC))
+            linked = () if executable.libraries else STATIC
+            self._build(executable, root / "dsecd/bin", (*RELEASE, *linked))
             if os.environ.get("DSEC_SANITIZE") == "1":
                 self._build(executable, root / "dsecd/bin/asan", SANITIZE)
 
@@ -120,7 +128,8 @@ class BuildNative(Command):
         musl = shutil.which("musl-gcc") if "-static" in flags else None
         compiler = os.environ.get("CC") or musl or "cc"
         extra = MUSL if compiler == musl else ()
-        _run([compiler, *COMMON, *WARNINGS, *flags, *extra, *sources, "-o", str(part)])
+        libraries = [f"-l{name}" for name in executable.libraries]
+        _run([compiler, *COMMON, *WARNINGS, *flags, *extra, *sources, "-o", str(part), *libraries])
         part.replace(target)  # a running one keeps its inode
 
 
@@ -145,11 +154,20 @@ def _extensions() -> list[Extension]:
     os.chdir(ROOT)
     core = Extension(
         "_fastpath._core",
-        [f"{NATIVE}/_core.pyx", *_files(f"{NATIVE}/native", "*.c")],
+        [
+            f"{NATIVE}/_core.pyx",
+            *_files(f"{NATIVE}/native", "*.c"),
+            *_files(f"{NATIVE}/erofs", "*.c"),
+        ],
         include_dirs=[NATIVE],
+        libraries=["crypto"],
         define_macros=[("_GNU_SOURCE", "1")],
         extra_compile_args=["-std=gnu11", "-O2", "-g1", "-Wall", "-Wextra"],
-        depends=[*_files(NATIVE, "*.pxi"), *_files(f"{NATIVE}/native", "*.h")],
+        depends=[
+            *_files(NATIVE, "*.pxi"),
+            *_files(f"{NATIVE}/native", "*.h"),
+            *_files(f"{NATIVE}/erofs", "*.h"),
+        ],
     )
     return cythonize([core], language_level=3, include_path=[NATIVE])
 

@@ -1,7 +1,7 @@
 /* dsec-floor: how fast this kernel makes, uses and destroys the very same sandbox from a bare C loop.
  *
- *     dsec-floor -i IMAGE [-n WORKERS] [-c COUNT] [-d DIR] [-g CGROUP] [-x COMMAND]
- *                [-b BASE_FILTER] [-s FILTER] [-m MASK]... [-r READ_ONLY]... [-l GROUP=FILE=VALUE]...
+ *     dsec-floor -i IMAGE [-b BLOB]... [-n WORKERS] [-c COUNT] [-d DIR] [-g CGROUP] [-x COMMAND]
+ *                [-f BASE_FILTER] [-s FILTER] [-m MASK]... [-r READ_ONLY]... [-l GROUP=FILE=VALUE]...
  *
  * It shares the spawner's sources, so the isolation and its order are the same: EROFS lower idmapped for the
  * range, overlay, masks, two mount namespaces, PID 1 under an unmapped uid. What it lacks is Python, the
@@ -33,14 +33,15 @@
 #include "spawner/destroy.h"
 
 #define UID_BASE 0x70000000u
+#define BLOBS_MAX 256
 #define ROWS_MAX 48
 #define UPPER_BYTES (64u << 20)
 
 static struct {
     const char *image, *folder, *cgroup, *command, *base_filter, *filter;
-    const char *masks[LIST_MAX], *read_only[LIST_MAX];
+    const char *blobs[BLOBS_MAX], *masks[LIST_MAX], *read_only[LIST_MAX];
     char *limits[LIST_MAX]; /* a v1 group to live in, and a limit to set in it for each sandbox */
-    int mask_count, read_only_count, limit_count, workers, count;
+    int blob_count, mask_count, read_only_count, limit_count, workers, count;
 } options = { .folder = "/dev/shm/dsec-floor", .command = "/bin/true", .workers = 1, .count = 200 };
 
 /* Shared by all workers: one row a step, one column an operation. */
@@ -315,7 +316,7 @@ static void print(struct table *table, double seconds)
 static void parse(int argc, char **argv)
 {
     int option;
-    while ((option = getopt(argc, argv, "i:n:c:d:g:x:b:s:m:r:l:")) != -1) {
+    while ((option = getopt(argc, argv, "i:n:c:d:g:x:f:s:b:m:r:l:")) != -1) {
         if (option == 'i')
             options.image = optarg;
         else if (option == 'n')
@@ -328,10 +329,12 @@ static void parse(int argc, char **argv)
             options.cgroup = optarg;
         else if (option == 'x')
             options.command = optarg;
-        else if (option == 'b')
+        else if (option == 'f')
             options.base_filter = optarg;
         else if (option == 's')
             options.filter = optarg;
+        else if (option == 'b' && options.blob_count < BLOBS_MAX)
+            options.blobs[options.blob_count++] = optarg;
         else if (option == 'm' && options.mask_count < LIST_MAX)
             options.masks[options.mask_count++] = optarg;
         else if (option == 'r' && options.read_only_count < LIST_MAX)
@@ -396,7 +399,7 @@ int main(int argc, char **argv)
     struct table *table = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (table == MAP_FAILED)
         die("mmap", -errno);
-    int layer = mount_erofs(options.image, NULL, 0, &step);
+    int layer = mount_erofs(options.image, options.blobs, options.blob_count, false, &step);
     if (layer < 0)
         die(step, layer);
     make_directories();

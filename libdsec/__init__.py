@@ -11,6 +11,7 @@
 ``await`` at its top level.
 """
 
+from libdsec.build import BuildStep
 from libdsec.client import DSecClient
 from libdsec.commands import CommandHandle, Commands
 from libdsec.errors import (
@@ -36,9 +37,12 @@ from libdsec.model import (
     Event,
     Feature,
     HostStats,
+    ImageConfig,
+    ImportProgress,
     LayerInfo,
     Metrics,
     Output,
+    Packed,
     PtySize,
     SandboxInfo,
 )
@@ -50,10 +54,11 @@ from libdsec.version import __version__
 from libdsec.watch import FileEvent, WatchHandle
 
 __all__ = [
-    "AlreadyExists", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult", "Commands",
-    "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event", "Exhausted",
-    "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "Internal", "InvalidArgument",
-    "LayerInfo", "Layers", "Metrics", "NotFound", "Output", "PermissionDenied", "Pty", "PtySize",
-    "Sandbox", "SandboxInfo", "Session", "Timeout", "Unavailable", "Unsupported", "WatchHandle",
-    "WriteEntry", "WriteInfo", "WrongState", "__version__",
+    "AlreadyExists", "BuildStep", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult",
+    "Commands", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
+    "Exhausted", "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "ImageConfig",
+    "ImportProgress", "Internal", "InvalidArgument", "LayerInfo", "Layers", "Metrics", "NotFound",
+    "Output", "Packed", "PermissionDenied", "Pty", "PtySize", "Sandbox", "SandboxInfo", "Session",
+    "Timeout", "Unavailable", "Unsupported", "WatchHandle", "WriteEntry", "WriteInfo",
+    "WrongState", "__version__",
 ]  # fmt: skip

@@ -47,7 +47,7 @@ class DSecClient:
         self._link = Link(
             where, secret, reconnect_s=reconnect_timeout, request_timeout_s=request_timeout
         )
-        self._layers = Layers(self._link)
+        self._layers = Layers(self._link, self.run_container)
         self._open = False
 
     def __repr__(self) -> str:

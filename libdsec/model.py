@@ -11,6 +11,16 @@ from typing import Literal
 
 import msgspec
 
+from libdsec.model_layers import CollectArgs as CollectArgs
+from libdsec.model_layers import Collected as Collected
+from libdsec.model_layers import ImageConfig as ImageConfig
+from libdsec.model_layers import ImportProgress as ImportProgress
+from libdsec.model_layers import LayerImport as LayerImport
+from libdsec.model_layers import LayerInfo as LayerInfo
+from libdsec.model_layers import LayerRef as LayerRef
+from libdsec.model_layers import PackArgs as PackArgs
+from libdsec.model_layers import Packed as Packed
+
 NetworkMode = Literal["none", "nat"]
 State = Literal["creating", "running", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
@@ -50,7 +60,10 @@ class Welcome(_Info):
 class DSecContainerRunArgs(_Args):
     """What a container sandbox is made of.
 
-    `container_image` names a base layer (``base/debian:12``) or a digest. `ttl_running_stop`
+    `container_image` names a base layer (``base/debian:12``), a snapshot, a digest, or an image of
+    a registry (``docker.io/library/python:3.12``), which is imported at its first use. `workspace`
+    and `toolkits` are layers stacked on top. `init_user`, `workdir` and `env` default to what
+    the image says. `ttl_running_stop`
     stops the sandbox after that many seconds without any call from outside; `max_lifetime_s`
     after that many seconds in any case. `cpu_cores_limit` may be fractional. `disk_limit_mb`
     bounds the writable upper layer; `upper` chooses where it lives. `network_rules` name services
@@ -58,6 +71,8 @@ class DSecContainerRunArgs(_Args):
     """
 
     container_image: str
+    workspace: str | None = None
+    toolkits: list[str] = []
     memory_limit_mb: int = 1024
     cpu_cores_limit: float = 1.0
     pids_limit: int = 1024
@@ -67,7 +82,7 @@ class DSecContainerRunArgs(_Args):
     max_lifetime_s: float | None = None
     network: NetworkMode = "none"
     network_rules: dict[str, bool] | None = None
-    init_user: str = "root"
+    init_user: str | None = None
     workdir: str | None = None
     env: dict[str, str] = {}
     hostname: str | None = None
@@ -158,13 +173,17 @@ class Metrics(_Info):
 
 
 class Event(_Info):
-    """An item of op `events.subscribe` (args `EventFilter`): something happened to a sandbox."""
+    """An item of op `events.subscribe` (args `EventFilter`): something happened to a sandbox.
+
+    dropped: the subscriber read too slowly, detail["count"] events are missing.
+    """
 
     time: float
     sandbox: str
     kind: Literal[
-        "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "dropped"
-    ]  # dropped: the subscriber read too slowly, detail["count"] events are missing
+        "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "packed",
+        "dropped",
+    ]  # fmt: skip
     detail: dict[str, str] = {}
 
 
@@ -194,30 +213,6 @@ class HostStats(_Info):
     memory_requested_bytes: int = 0
     cpus: int = 0
     cpu_requested: float = 0.0
-
-
-class LayerInfo(_Info):
-    """op `layer.list` → list of `LayerInfo`."""
-
-    name: str
-    digest: str
-    size_bytes: int
-    created_at: float
-    in_use: int = 0
-
-
-class LayerImport(_Args):
-    """op `layer.import` → `LayerInfo`; `source` is a directory or tar file on the daemon's host."""
-
-    name: str
-    source: str
-    replace: bool = False
-
-
-class LayerRef(_Args):
-    """op `layer.remove` → None; refused while a sandbox uses it."""
-
-    name: str
 
 
 # --- commands (op target = sandbox id; answered by dsec-init through dsecd) --------------------

@@ -48,6 +48,19 @@ class CommandResult:
         """Whether the command ended by itself with exit code 0."""
         return self.exit_code == 0 and not self.timed_out
 
+    @property
+    def ending(self) -> str:
+        """How it ended, in words: ``exited with code 3``."""
+        if self.timed_out:
+            how = f"timed out after {self.duration_s:.1f} s"
+        elif self.oom_killed:
+            how = "ran out of memory and was killed"
+        elif self.signal is not None:
+            how = f"was killed by {_signal_name(self.signal)}"
+        else:
+            how = f"exited with code {self.exit_code}"
+        return how + ("; the sandbox's disk limit was reached" if self.disk_full else "")
+
     def check(self) -> CommandResult:
         """Return self when `ok`. Raises `CommandFailed` otherwise."""
         if self.ok:
@@ -57,17 +70,8 @@ class CommandResult:
         raise error
 
     def _message(self) -> str:
-        if self.timed_out:
-            how = f"timed out after {self.duration_s:.1f} s"
-        elif self.oom_killed:
-            how = "ran out of memory and was killed"
-        elif self.signal is not None:
-            how = f"was killed by {_signal_name(self.signal)}"
-        else:
-            how = f"exited with code {self.exit_code}"
-        full = "; the sandbox's disk limit was reached" if self.disk_full else ""
         tail = (self.stderr.strip() or self.stdout.strip())[-500:]
-        return f"command {how}{full}" + (f": {tail}" if tail else "")
+        return f"command {self.ending}" + (f": {tail}" if tail else "")
 
 
 def _signal_name(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from libdsec import execution, forward, model
@@ -185,6 +185,30 @@ class Sandbox:
             "sandbox.set_timeout", args, model.SandboxInfo, retry=True
         )
         return self._info
+
+    async def pack_diff(
+        self,
+        name: str,
+        *,
+        replace: bool = False,
+        clean: bool = True,
+        omit: Sequence[str] = (),
+        config: model.ImageConfig | None = None,
+        builder: str = "",
+    ) -> model.Packed:
+        """Save what was changed since the sandbox began as layer `name`, for further sandboxes.
+
+        Running processes stand still for the `frozen_ms` of the result. What builders leave behind
+        (shell histories, caches, logs, /tmp) is left out unless `clean` is false, and so is what
+        matches `omit` (relative to the root; ``*``, ``?``, ``**``). `config` sets defaults for
+        those sandboxes, over what this one's layers say. Raises `AlreadyExists` when the name is
+        taken, unless `replace`.
+        """
+        args = model.PackArgs(
+            id=self.id, name=name, replace=replace, clean=clean, omit=list(omit), config=config,
+            builder=builder,
+        )  # fmt: skip
+        return await self._link.call("sandbox.pack_diff", args, model.Packed, timeout_s=0)
 
     async def stop(self) -> model.SandboxInfo:
         """Kill everything in the sandbox and give back what it held. Raises `NotFound`."""

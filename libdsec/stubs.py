@@ -39,6 +39,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from libdsec import model
+from libdsec.build import StepCallback
 from libdsec.commands import CommandInfos, Word
 from libdsec.errors import DSecError
 from libdsec.execution import DataCallback, TextCallback
@@ -52,7 +53,7 @@ from libdsec.files import (
     WriteInfo,
     Written,
 )
-from libdsec.layers import LayerInfos
+from libdsec.layers import ImportCallback, LayerInfos
 from libdsec.result import CommandResult
 from libdsec.transfer import Progress
 from libdsec.watch import EventCallback, FileEvent

@@ -155,6 +155,19 @@ async def upload_tree(
     link: Link, target: str, args: model.TarArgs, root: Path, on_progress: Progress | None
 ) -> int:
     """Stream a tar of `root` into `files.upload`. Returns the bytes sent."""
+    return await upload_archive(
+        link, target, args, lambda push: archive.pack(root, push), on_progress
+    )
+
+
+async def upload_archive(
+    link: Link,
+    target: str,
+    args: model.TarArgs,
+    fill: Callable[[Callable[[bytes], None]], None],
+    on_progress: Progress | None = None,
+) -> int:
+    """Stream the tar that `fill`, in a thread, hands on. Returns the bytes sent."""
     loop = asyncio.get_running_loop()
     call = await link.start("files.upload", pack(args), target)
     sent = 0
@@ -167,7 +180,7 @@ async def upload_tree(
             loop.call_soon_threadsafe(on_progress, len(block))
 
     try:
-        await _in_thread(lambda: archive.pack(root, push), lambda: _stop(call))
+        await _in_thread(lambda: fill(push), lambda: _stop(call))
         call.end()
         await call.result()
     except BaseException:

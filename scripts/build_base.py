@@ -1,4 +1,4 @@
-"""What scripts/build-base runs: mmdebstrap into a directory, then an EROFS layer in the store.
+"""What scripts/build-base runs: mmdebstrap into a directory, then a layer of it in the store.
 
 The daemon imports the directory when it is running, else the store is used directly. Suite, mirror,
 keyrings and the way to reach the mirror (proxy, CA) are those of this host's apt; of these only the
@@ -13,20 +13,21 @@ import os
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsecd.config import load
+from dsecd.images.importing import import_layer
+from dsecd.images.library import Library, open_library
 from dsecd.images.names import normalise
-from dsecd.images.store import LayerStore
-from dsecd.images.store import Progress as Step
 from libdsec import DSecClient
 from libdsec.errors import DSecError, NotFound, Unavailable
 
@@ -106,9 +107,8 @@ async def build(arguments: argparse.Namespace) -> None:
 
 
 def check_host() -> None:
-    for program, package in (("mmdebstrap", "mmdebstrap"), ("mkfs.erofs", "erofs-utils")):
-        if shutil.which(program) is None:
-            raise NotFound(f"{program} is not installed: apt-get install {package}")
+    if shutil.which("mmdebstrap") is None:
+        raise NotFound("mmdebstrap is not installed: apt-get install mmdebstrap")
     if os.geteuid() != 0:
         raise NotFound("run it as root: files of the base belong to many users")
 
@@ -134,50 +134,57 @@ class Daemon:
 class Files:
     """Layers of a store that no daemon serves."""
 
-    def __init__(self, state: Path) -> None:
-        self._store = LayerStore(state / "layers")
-        self._store.start()
+    def __init__(self, library: Library) -> None:
+        self._library = library
 
     async def find(self, name: str) -> str | None:
         try:
-            return self._store.resolve(name).digest
+            return (await self._library.resolve(name)).digest
         except NotFound:
             return None
 
     async def add(self, name: str, root: Path, progress: Progress) -> str:
-        task = progress.add_task("import", total=None)
+        task = progress.add_task("import", total=content_bytes(root))
 
-        def show(step: Step) -> None:
-            progress.update(
-                task, description=step.stage, completed=step.done, total=step.total or None
-            )
+        def show(done: int) -> None:
+            progress.update(task, completed=done)
 
-        made = await self._store.import_(name, root, replace=True, progress=show)
+        made = await import_layer(self._library, name, str(root), replace=True, check=show)
+        progress.update(task, total=1, completed=1)
         return made.digest
 
 
-class target:  # used as a function: `async with target(...)`
-    """The daemon if one answers and no state directory is named, else the store itself."""
-
-    def __init__(self, state: Path | None) -> None:
-        self._state = state
-        self._client: DSecClient | None = None
-
-    async def __aenter__(self) -> Daemon | Files:
-        if self._state is None:
-            client = DSecClient()
+@asynccontextmanager
+async def target(state: Path | None) -> AsyncIterator[Daemon | Files]:
+    """Yield the daemon if one answers and no state directory is named, else the store itself."""
+    client = DSecClient()
+    try:
+        if state is None:
             try:
                 await client.open()
             except Unavailable:
-                await client.close()
+                pass
             else:
-                self._client = client
-                return Daemon(client)
-        return Files(self._state or load().state)
+                yield Daemon(client)
+                return
+        async with configured_library(state) as library:
+            yield Files(library)
+    finally:
+        await client.close()
 
-    async def __aexit__(self, *error: object) -> None:
-        if self._client is not None:
-            await self._client.close()
+
+def configured_library(state: Path | None) -> AbstractAsyncContextManager[Library]:
+    """Open the store below `state`, or the one that the daemon's configuration names."""
+    if state is not None:
+        return open_library(state)
+    config = load()
+    return open_library(config.state, config.store.url, config.store.options)
+
+
+def content_bytes(root: Path) -> int:
+    """Return the bytes of all regular files, a hard link counted for each of its names."""
+    found = (path.lstat() for path in root.rglob("*"))
+    return sum(status.st_size for status in found if stat.S_ISREG(status.st_mode))
 
 
 @contextmanager

@@ -65,9 +65,9 @@ class Daemon:
         return f"unix:{self.run / 'dsecd.sock'}"
 
     @property
-    def layers(self) -> Path:
-        """Where its layer store is."""
-        return self.state / "var" / "layers"
+    def kept(self) -> Path:
+        """Its state directory, below which its store is."""
+        return self.state / "var"
 
     @property
     def config_file(self) -> Path:
@@ -82,9 +82,7 @@ class Daemon:
         """Make the paths and the configuration, but start nothing."""
         self.state = Path(mkdtemp(prefix=f"{self.name}-", dir=leftovers.TEMPORARY))
         self._config = self.state / "dsecd.toml"
-        self._config.write_text(
-            configuration(self.name, self.run, self.state / "var", self._serial)
-        )
+        self._config.write_text(configuration(self.name, self.run, self.kept, self._serial))
 
     def start(self) -> None:
         """Start the daemon and wait until its socket is there. Raises DaemonError."""

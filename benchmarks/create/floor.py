@@ -22,6 +22,7 @@ from dsec_bench.create.sdk import COMMAND, STEPS
 from dsec_bench.stats import Round
 
 import dsecd
+from dsecd.images.local import Local
 from dsecd.policy import masks, seccomp
 
 BINARY = Path(dsecd.__file__).parent / "bin" / "dsec-floor"
@@ -37,10 +38,12 @@ class FloorError(Exception):
     """The loop cannot run here, or failed; the message says how."""
 
 
-def command(folder: Path, group: Path, image: Path) -> list[str]:
+def command(folder: Path, group: Path, layer: Local) -> list[str]:
     """Return the arguments that do not change between rounds."""
-    argv = [str(BINARY), "-i", str(image), "-d", str(folder / "loop"), "-g", str(group / "loop")]
-    argv += ["-x", COMMAND[0], "-b", str(folder / "base-filter"), "-s", str(folder / "filter")]
+    argv = [str(BINARY), "-i", layer.image, "-d", str(folder / "loop"), "-g", str(group / "loop")]
+    argv += ["-x", COMMAND[0], "-f", str(folder / "base-filter"), "-s", str(folder / "filter")]
+    for blob in layer.devices:
+        argv += ["-b", blob]
     chosen = masks.for_host()
     for mask in chosen.masked:
         argv += ["-m", mask]
@@ -83,7 +86,7 @@ class Floor:
     name = "bare C loop"
 
     def __init__(self, root: Root) -> None:
-        self._image = root.path
+        self._layer = root.local
         self._group = f"{cgroups.own_group()}/floor"
         self._folder = leftovers.RUN / cgroups.own_group()
         self._argv: list[str] = []
@@ -94,8 +97,6 @@ class Floor:
         """Make directories, the filter, and the cgroup. Raises FloorError with the reason."""
         if not BINARY.exists():
             raise FloorError(f"{BINARY} is not built: run `python setup.py build_native --inplace`")
-        if self._image.is_dir():
-            raise FloorError("it needs an EROFS image: give one with --rootfs")
         v2 = next((path for path in cgroups.hierarchies() if cgroups.is_v2(path)), None)
         if v2 is None:
             raise FloorError("no cgroup v2 tree on this host")
@@ -103,7 +104,7 @@ class Floor:
         self._folder.mkdir(mode=0o711)
         (self._folder / "base-filter").write_bytes(seccomp.base_filter())
         (self._folder / "filter").write_bytes(seccomp.command_filter())
-        self._argv = command(self._folder, v2 / self._group, self._image) + limits(self._group)
+        self._argv = command(self._folder, v2 / self._group, self._layer) + limits(self._group)
 
     def round(self, concurrency: int, seconds: float) -> Round:
         """Create → `true` → destroy in `concurrency` processes, for about `seconds`."""

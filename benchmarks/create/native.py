@@ -86,7 +86,7 @@ class Native:
     def open(self) -> None:
         """Start pools and spawners. Raises DSecError."""
         self._paths.prepare()
-        place(self._root, self._paths.layers, self._image)
+        place(self._root, self._paths.kept, self._image)
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         backend = make_backend(load(self._paths.config_file))
         self._backend = backend
@@ -138,6 +138,8 @@ class Native:
         name = make_id("s0", f"bench{SERIAL}", EPOCH, serial)
         spec: Spec = compile_spec(name, arguments(self._image))
         marks = [begin]
+        if not self._backend.located(spec):
+            await self._backend.locate(spec)
         handle = self._backend.prepare(name, spec)
         self._live[name] = handle
         try:

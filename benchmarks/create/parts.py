@@ -125,11 +125,11 @@ def _bed(context: Context, stack: contextlib.ExitStack) -> Bed:
         sdk = Sdk(options.endpoint, options.image)
         stack.callback(sdk.close)
         sdk.open()
-        root = root_of(sdk, options)
+        root = root_of(sdk, options, stack)
     else:
         root = chosen_root(options, stack)
         daemon, sdk = _own_daemon(root, options.image, 0, stack)
-    context.report.run("root", path=str(root.path), origin=root.origin)
+    context.report.run("root", digest=root.manifest.digest, origin=root.origin)
     return Bed(context, root, daemon, sdk)
 
 
@@ -138,7 +138,7 @@ def _own_daemon(
 ) -> tuple[Daemon, Sdk]:
     """Start a daemon that has `root` as its layer `image`, and a client of it."""
     daemon = stack.enter_context(Daemon(serial))
-    place(root, daemon.layers, image)
+    place(root, daemon.kept, image)
     daemon.start()
     sdk = Sdk(daemon.endpoint, image)
     stack.callback(sdk.close)
@@ -155,7 +155,7 @@ def _peers(bed: Bed) -> None:
     names = tuple(PEERS) if names is None else names
     with contextlib.ExitStack() as stack:
         steps.now("setting up the peers")
-        opened, reasons = stack.enter_context(stages(names, bed.root.path))
+        opened, reasons = stack.enter_context(stages(names, bed.root.tree))
         contenders: list[Contender] = [bed.sdk]
         contenders += _optional(bed, stack, reasons)
         contenders += opened

@@ -8,14 +8,20 @@ StrPath = str | bytes | PathLike[str]
 def make_userns(uid_base: int, owner_uid: int) -> int:
     """Return a user namespace whose ids 0..65534 are `uid_base`.. outside, owned by `owner_uid`."""
 
+def make_shift_userns(from_base: int, to_base: int) -> int:
+    """Return a user namespace for `idmap_mount`: the range at `from_base` is seen at `to_base`."""
+
 def make_netns() -> int:
     """Return a new network namespace of the host's user namespace, loopback up."""
 
 def netns_reusable(fd: int) -> bool:
     """Return whether nothing of the last user is left: sockets, TIME_WAIT, interfaces, routes."""
 
-def mount_erofs(image: StrPath, devices: Iterable[StrPath] = ()) -> int:
-    """Return a detached, read-only, nodev, file-backed mount of `image` and its blob `devices`."""
+def mount_erofs(image: StrPath, devices: Iterable[StrPath] = (), direct: bool = False) -> int:
+    """Return a detached, read-only, nodev, file-backed mount of `image` and its blob `devices`.
+
+    `direct` reads past the page cache of the files: for blobs that dsec-blobd serves.
+    """
 
 def open_tree(path: StrPath, clone: bool, recursive: bool = False) -> int:
     """Return a descriptor of the mount at `path`, or of a detached clone of it."""
@@ -52,3 +58,20 @@ def share_sched_cookie(source: int, target: int) -> None:
 
 def get_sched_cookie(pid: int) -> int:
     """Return the cookie, 0 for none."""
+
+def build_erofs(tree: bytes) -> bytes:
+    """Return the EROFS image of an encoded tree (dsecd/images/erofs/encode.py).
+
+    EBADMSG: malformed. EFBIG: the image would be too large.
+    """
+
+def read_chunks(
+    fd: int, at: int, end: int, buffer: bytearray | memoryview, used: int
+) -> tuple[int, int, list[bytes | None]]:
+    """Read chunks of the file from `at` on into `buffer` behind its first `used` bytes.
+
+    Every chunk starts at a multiple of 4096 in the buffer, padded with zeros. Returns where to go
+    on, the bytes of the buffer in use, and a SHA-256 for each chunk, None for one of zeros, which
+    takes no room. It ends early when the buffer is full, and after some 100 chunks. Moves the
+    descriptor's offset. ENODATA: the file is shorter than `end`.
+    """

@@ -1,7 +1,7 @@
 # cython: language_level=3, embedsignature=True
 """System calls of container creation, without the GIL. See _core.pyi for the contract."""
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
 import os
@@ -12,6 +12,7 @@ include "namespaces.pxi"
 include "mounts.pxi"
 include "volumes.pxi"
 include "sched.pxi"
+include "erofs.pxi"
 
 
 cdef int checked(int result, const char *step) except -1:

@@ -18,10 +18,11 @@ cdef extern from "<sys/mount.h>" nogil:
 
 cdef extern from "native/mounts.h" nogil:
     int c_mount_erofs "mount_erofs"(
-        const char *image, const char *const *devices, int count, const char **step)
+        const char *image, const char *const *devices, int count, bint direct,
+        const char **step)
 
 
-def mount_erofs(image, devices=()):
+def mount_erofs(image, devices=(), bint direct=False):
     cdef list encoded = [os.fsencode(device) for device in devices]
     cdef bytes path = os.fsencode(image)
     cdef const char *source = path
@@ -34,7 +35,7 @@ def mount_erofs(image, devices=()):
         for index in range(count):
             names[index] = encoded[index]
         with nogil:
-            fd = c_mount_erofs(source, names, count, &step)
+            fd = c_mount_erofs(source, names, count, direct, &step)
     finally:
         free(names)
     return checked(fd, step)

@@ -27,6 +27,8 @@ from typing import TypeVar
 import cffi
 
 from _fastpath import StepError
+from _fastpath.erofs_twin import build_erofs as build_erofs
+from _fastpath.erofs_twin import read_chunks as read_chunks
 
 StrPath = str | bytes | PathLike[str]
 T = TypeVar("T")
@@ -112,11 +114,20 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def make_userns(uid_base: int, owner_uid: int) -> int:
+    return _make_mapped(0, uid_base, owner_uid)
+
+
+def make_shift_userns(from_base: int, to_base: int) -> int:
+    return _make_mapped(from_base, to_base, 0)
+
+
+def _make_mapped(first: int, base: int, owner_uid: int) -> int:
     """Fork: a user namespace cannot be unshared by a process with threads."""
     ready_read, ready_write = os.pipe()
+    caller = os.getpid()
     child = os.fork()
     if child == 0:
-        _live_in_userns(owner_uid, ready_read, ready_write)
+        _live_in_userns(caller, owner_uid, ready_read, ready_write)
     os.close(ready_write)
     try:
         with _step("clone_userns"):
@@ -124,7 +135,7 @@ def make_userns(uid_base: int, owner_uid: int) -> int:
                 raise StepError(errno.EPERM, "clone_userns")
         for name in ("uid_map", "gid_map"):
             with _step(name):
-                Path(f"/proc/{child}/{name}").write_text(f"0 {uid_base} 65535\n")
+                Path(f"/proc/{child}/{name}").write_text(f"{first} {base} 65535\n")
         with _step("open_userns"):
             return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -133,15 +144,16 @@ def make_userns(uid_base: int, owner_uid: int) -> int:
         os.waitpid(child, 0)
 
 
-def _live_in_userns(owner_uid: int, ready_read: int, ready_write: int) -> None:
+def _live_in_userns(caller: int, owner_uid: int, ready_read: int, ready_write: int) -> None:
     """In the forked child: the effective uid at this moment becomes the namespace's owner."""
     try:
         os.close(ready_read)
-        _libc.prctl(_PR_SET_PDEATHSIG, ffi.cast("long", signal.SIGKILL))
         _call("become_owner", _SETRESUID[platform.machine()], -1, owner_uid, -1)
         _checked(_libc.unshare(_NEWUSER), "clone_userns")
+        # last: every change of credentials forgets it
+        _libc.prctl(_PR_SET_PDEATHSIG, ffi.cast("long", signal.SIGKILL))
         os.write(ready_write, b"+")
-        while True:
+        while os.getppid() == caller:
             signal.pause()
     finally:
         os._exit(1)
@@ -198,13 +210,14 @@ def _holds_interfaces() -> bool:
 # --- mounts -------------------------------------------------------------------------------------
 
 
-def mount_erofs(image: StrPath, devices: Iterable[StrPath] = ()) -> int:
+def mount_erofs(image: StrPath, devices: Iterable[StrPath] = (), direct: bool = False) -> int:
     fs = _call("fsopen", _FSOPEN, _text("erofs"), _FS_CLOEXEC)
     try:
         options = [("source", image), *(("device", device) for device in devices)]
         for key, value in options:
             _call("fsconfig", _FSCONFIG, fs, _SET_STRING, _text(key), _text(value), 0)
-        _call("fsconfig", _FSCONFIG, fs, _SET_FLAG, _text("ro"), ffi.NULL, 0)
+        for flag in ("directio", "ro") if direct else ("ro",):
+            _call("fsconfig", _FSCONFIG, fs, _SET_FLAG, _text(flag), ffi.NULL, 0)
         _call("fs_create", _FSCONFIG, fs, _CMD_CREATE, ffi.NULL, ffi.NULL, 0)
         return _call("fsmount", _FSMOUNT, fs, _FS_CLOEXEC, _ATTR_RDONLY | _ATTR_NODEV)
     finally:

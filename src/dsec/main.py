@@ -43,7 +43,8 @@ def cli(
 
 for _command in (
     host.check, sandboxes.run, sandboxes.ps, execute.exec_, execute.shell, copy.copy, execute.logs,
-    host.stats, host.events, sandboxes.stop, layer.layer, completion.completion, host.version,
+    host.stats, host.events, sandboxes.stop, layer.layer, layer.pack, completion.completion,
+    host.version,
 ):  # fmt: skip
     cli.add_command(_command)
 

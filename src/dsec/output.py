@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,6 +79,28 @@ def progress(label: str, total: int | None, *, silent: bool) -> Iterator[Any]:
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda size: bar.advance(task, size)
+
+
+@contextmanager
+def stages(label: str, *, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show work of several stages; yields a function of stage, bytes done and in all (or 0)."""
+    console = Console(stderr=True)
+    if silent or not console.is_terminal:
+        yield lambda stage, done, total: None
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            # a source may hold more than its file's size says: an archive that is compressed
+            bar.tasks[0].total = total if 0 < done <= total else None  # update() cannot unset it
+            bar.update(task, description=f"{label}: {stage}", completed=done)
+
+        yield show
 
 
 def size(count: float) -> str:

@@ -43,6 +43,13 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "argv", nargs=-1, metavar="[COMMAND...]", type=click.UNPROCESSED,
     callback=execute.command_words,
 )  # fmt: skip
+@click.option(
+    "--workspace", metavar="LAYER", shell_complete=completion.layers, help="Stacked on IMAGE."
+)
+@click.option(
+    "--toolkit", "toolkits", multiple=True, metavar="LAYER", shell_complete=completion.layers,
+    help="Stacked on these; may be repeated.",
+)  # fmt: skip
 @click.option("--rm", is_flag=True, help="Stop the sandbox when COMMAND has ended.")
 @click.option("-i", "--interactive", is_flag=True, help="Pass our stdin to COMMAND.")
 @click.option("-t", "--tty", is_flag=True, help="Give COMMAND (default: a shell) a terminal.")
@@ -59,6 +66,8 @@ async def run(
     client: DSecClient,
     image: str,
     argv: tuple[str, ...],
+    workspace: str | None,
+    toolkits: tuple[str, ...],
     rm: bool,
     interactive: bool,
     tty: bool,
@@ -80,6 +89,8 @@ async def run(
     rules = {**dict.fromkeys(allow, True), **dict.fromkeys(deny, False)}
     args = DSecContainerRunArgs(
         container_image=image,
+        workspace=workspace,
+        toolkits=list(toolkits),
         env=execute.pairs(env, "--env"),
         labels=execute.pairs(label, "--label"),
         network_rules=rules or None,

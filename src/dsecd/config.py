@@ -91,6 +91,27 @@ class Network(_Section, frozen=True):
     resolvers: tuple[str, ...] = ()
 
 
+class Store(_Section, frozen=True):
+    """Where layers are: a directory, or ``s3://bucket/prefix``; "" → `<state>/store`.
+
+    `options` are those of the kind of store (docs/environments.md).
+    """
+
+    url: str = ""
+    options: dict[str, Any] = {}
+
+
+class Cache(_Section, frozen=True):
+    """Of a store that is not on a local disk; `directory` "" → `<state>/cache`, 0: no bound.
+
+    `use` always: read even a store on a local disk through it.
+    """
+
+    use: Literal["auto", "always"] = "auto"
+    directory: str = ""
+    size_mb: int = 0
+
+
 class Limits(_Section, frozen=True):
     """What admission allows. Overcommit factors bound the sum of what sandboxes asked for."""
 
@@ -131,6 +152,8 @@ class Config(_Section, frozen=True):
     cgroup: Cgroup = Cgroup()
     pools: Pools = Pools()
     network: Network = Network()
+    store: Store = Store()
+    cache: Cache = Cache()
     limits: Limits = Limits()
     stop: Stop = Stop()
 

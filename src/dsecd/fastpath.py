@@ -39,6 +39,7 @@ if not TYPE_CHECKING:
     _core = _module
 
 make_userns = _core.make_userns
+make_shift_userns = _core.make_shift_userns
 make_netns = _core.make_netns
 netns_reusable = _core.netns_reusable
 mount_erofs = _core.mount_erofs
@@ -51,6 +52,8 @@ remove_cgroup = _core.remove_cgroup
 set_project = _core.set_project
 set_project_quota = _core.set_project_quota
 get_project_usage = _core.get_project_usage
+build_erofs = _core.build_erofs
+read_chunks = _core.read_chunks
 
 
 def make_sched_cookie(pid: int) -> None:
@@ -87,16 +90,19 @@ def _cookie_error(error: StepError) -> Exception:
 __all__ = [
     "IMPLEMENTATION",
     "StepError",
+    "build_erofs",
     "get_project_usage",
     "get_sched_cookie",
     "idmap_mount",
     "make_netns",
     "make_sched_cookie",
+    "make_shift_userns",
     "make_userns",
     "mount_erofs",
     "move_mount",
     "netns_reusable",
     "open_tree",
+    "read_chunks",
     "remove_cgroup",
     "remove_tree",
     "set_project",

@@ -65,6 +65,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A validated create request, in the units of the kernel."""
 
     image: str
+    workspace: str = ""
+    toolkits: tuple[str, ...] = ()
     memory_bytes: int
     cpu_cores: float
     pids: int
@@ -72,8 +74,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     upper: Literal["auto", "memory", "disk"]
     network: Literal["none", "nat"]
     sealed: bool
-    user: str
-    workdir: str
+    user: str  # "": the image's
+    workdir: str  # "": the image's
     env: dict[str, str]
     hostname: str
     no_new_privileges: bool

@@ -73,12 +73,12 @@ def nothing_left_behind() -> None:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def target() -> AsyncIterator[Target]:
     """The module's sandbox: tests leave it as they found it, or take a `sibling`."""
-    image = await asyncio.to_thread(build)
+    layer = await build()
     own = str(os.getpid()) if os.environ.get("DSEC_LEAKS") == "own" else ""
     scope = leaks.Scope(host=True, own=own)
     before = leaks.take(scope)
     async with daemon() as running:
-        await asyncio.to_thread(lend, image, running.state)
+        await lend(layer, running.state)
         async with DSecClient(f"unix:{running.socket}") as client:
             made = Target(running, client, None)  # type: ignore[arg-type]
             made.sandbox = await made.sibling()

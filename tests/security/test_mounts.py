@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
+import functools
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from dsecd.images.store import LayerStore
+from dsecd.images.builder import Recipe
+from dsecd.images.library import open_library
+from dsecd.images.model import Node
+from dsecd.images.sources.directory import read_directory
+from dsecd.images.sources.sink import Sink
 from libdsec import DSecContainerRunArgs, Sandbox
 from libdsec.errors import DSecError
 from tests.security.conftest import USER, Target, attack
@@ -263,26 +265,22 @@ def _busybox(root: Path) -> None:
         (root / "bin" / name).symlink_to("busybox")
 
 
-def _mkfs(image: Path, root: Path) -> None:
-    command = ["mkfs.erofs", "-Enoinline_data", image, root]
-    subprocess.run(command, check=True, capture_output=True)
+def _with_devices(root: Path, sink: Sink) -> list[Node]:
+    tree, _ = read_directory(root, sink, devices=True)
+    return [tree]
 
 
 async def test_a_device_node_of_a_layer_cannot_be_opened(target: Target) -> None:
-    """The import leaves devices out; an image from elsewhere may hold /dev/mem of mode 0666."""
+    """The import leaves devices out; a layer from elsewhere may hold /dev/mem of mode 0666."""
     root = target.daemon.root / "evil"
     root.mkdir()
     _busybox(root)
     for name, device in (("null", os.makedev(1, 3)), ("mem", os.makedev(1, 1))):
         os.mknod(root / name, 0o20666, device)
         (root / name).chmod(0o666)
-    image = target.daemon.root / "evil.erofs"
-    await asyncio.to_thread(_mkfs, image, root)
-    digest = hashlib.sha256(image.read_bytes()).hexdigest()
-    image.rename(target.daemon.state / "layers" / f"{digest}.erofs")
-    store = LayerStore(target.daemon.state / "layers")
-    store.start()
-    store.point("base/evil:1", digest, expected=None)
+    async with open_library(target.daemon.state) as library:
+        read = functools.partial(_with_devices, root)
+        await library.make("base/evil:1", read, Recipe(kind="base"))
     run = DSecContainerRunArgs(container_image="base/evil:1")
     async with await target.client.run_container(run, timeout=60) as box:
         for name in ("null", "mem"):

@@ -222,12 +222,13 @@ def _toml(value: object) -> str:
 
 
 @contextlib.asynccontextmanager
-async def daemon(**overrides: dict[str, object]) -> AsyncIterator[Daemon]:
+async def daemon(base: bool = True, **overrides: dict[str, object]) -> AsyncIterator[Daemon]:
     """A running daemon with the base layer; sections of the configuration as keywords."""
     made = Daemon(overrides)
     try:
         await made.start()
-        await made.import_base()
+        if base:
+            await made.import_base()
         yield made
     except BaseException:
         sys.stderr.write(made.log()[-6000:])

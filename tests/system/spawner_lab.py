@@ -156,3 +156,42 @@ async def open_lab(
         for fd in fds:
             os.close(fd)
         fastpath.remove_cgroup(cgroup)
+
+
+def traces(lab: Lab) -> dict[str, object]:
+    """Everything a container could leave: names, groups, processes, descriptors, mounts."""
+    workers = [*lab.pool._creators, *lab.pool._destroyers, *lab.pool._rerooters]
+    pids = [worker._process.pid for worker in workers]
+    children = {
+        int(path.name)
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and _parent(path) in pids
+    }
+    return {
+        "files": sorted(str(path) for path in lab.folder.rglob("*")),
+        "populated": sorted(
+            str(path.parent)
+            for path in lab.cgroup.rglob("cgroup.procs")
+            if path.read_text().strip()
+        ),
+        "children": children,
+        "fds": [_fds(pid) for pid in pids],
+        "mounts": [Path(f"/proc/{pid}/mountinfo").read_text() for pid in pids],
+        "host_mounts": [
+            line
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if str(lab.folder) in line
+        ],
+        "own_fds": len(_fds(os.getpid())),
+    }
+
+
+def _fds(pid: int) -> list[str]:
+    return sorted(path.name for path in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _parent(path: Path) -> int:
+    try:
+        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

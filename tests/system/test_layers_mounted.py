@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from dsecd import fastpath
 from dsecd.host import mountinfo, syscalls
-from dsecd.host.layers import LayerMounts
-from dsecd.images.store import Layer, LayerStore
+from dsecd.host.layers import LayerMounts, fit_for_images
+from dsecd.images.collect import collect
+from dsecd.images.importing import import_layer
+from dsecd.images.library import Library, open_library
+from dsecd.images.local import Direct, Local
 from libdsec.errors import Internal, NotFound, Unsupported, WrongState
 
 pytestmark = pytest.mark.root
 CLONE_NEWNS = 0x20000
 
 
-class Library:
-    """A store and its mounts, wired as a backend wires them."""
+class Host:
+    """A library and its mounts, wired as a backend wires them."""
 
-    def __init__(self, state: Path, runtime: Path) -> None:
+    def __init__(self, library: Library, state: Path, runtime: Path) -> None:
+        self.library = library
+        self.direct = Direct(state / "store")
         self.mounts = LayerMounts(runtime / "layers")
-        self.store = LayerStore(state / "layers", lambda digest: self.mounts.users(digest))
-
-    def start(self) -> None:
-        self.store.start()
         self.mounts.start()
 
-    def acquire(self, name: str) -> Layer:
-        layer = self.store.resolve(name)
-        self.mounts.acquire(layer.digest, layer.path)
+    async def add(self, name: str, tree: Path) -> Local:
+        made = await import_layer(self.library, name, str(tree))
+        return await self.direct.provide(made.manifest)
+
+    async def acquire(self, name: str) -> Local:
+        layer = await self.direct.provide((await self.library.resolve(name)).manifest)
+        self.mount(layer)
         return layer
+
+    def mount(self, layer: Local) -> None:
+        self.mounts.acquire(layer.digest, layer.image, layer.devices)
 
 
 @pytest.fixture
@@ -47,11 +56,11 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Iterator[Library]:
-    made = Library(tmp_path / "state", tmp_path / "run")
-    made.start()
-    yield made
-    made.mounts.teardown()
+async def host(tmp_path: Path) -> AsyncIterator[Host]:
+    async with open_library(tmp_path / "state") as library:
+        made = Host(library, tmp_path / "state", tmp_path / "run")
+        yield made
+        made.mounts.teardown()
     assert not [mount for mount in mountinfo.mounts() if mount.point.startswith(str(tmp_path))]
     assert not (tmp_path / "run/layers").exists()
 
@@ -62,71 +71,69 @@ def loops(directory: Path) -> list[str]:
     return [line for line in found.splitlines() if str(directory) in line]
 
 
-def erofs_mounts(library_root: Path) -> list[mountinfo.Mount]:
+def erofs_mounts(root: Path) -> list[mountinfo.Mount]:
     return [
         mount
         for mount in mountinfo.mounts()
-        if mount.type == "erofs" and mount.point.startswith(str(library_root))
+        if mount.type == "erofs" and mount.point.startswith(str(root))
     ]
 
 
 async def test_a_layer_is_mounted_once_and_without_a_loop_device(
-    library: Library, tree: Path, tmp_path: Path
+    host: Host, tree: Path, tmp_path: Path
 ) -> None:
-    await library.store.import_("base/x:1", tree)
-    layer = library.acquire("base/x:1")
-    assert library.acquire("base/x:1") == layer
+    await host.add("base/x:1", tree)
+    layer = await host.acquire("base/x:1")
+    assert await host.acquire("base/x:1") == layer
     (mount,) = erofs_mounts(tmp_path)
     assert mount.point == str(tmp_path / "run/layers" / layer.digest)
     assert {"ro", "nodev"} <= set(mount.options)
     assert not mount.shared
     assert loops(tmp_path) == []
     assert (Path(mount.point) / "etc/release").read_text() == "one\n"
-    assert library.mounts.users(layer.digest) == 2
+    assert host.mounts.users(layer.digest) == 2
     with pytest.raises(WrongState, match="2 sandboxes"):
-        library.store.remove("base/x:1", library.mounts.drop)
-    library.mounts.release(layer.digest)
-    library.mounts.release(layer.digest)
-    library.store.remove("base/x:1", library.mounts.drop)
+        host.mounts.drop(layer.digest)
+    host.mounts.release(layer.digest)
+    host.mounts.release(layer.digest)
+    host.mounts.drop(layer.digest)
     assert erofs_mounts(tmp_path) == []
 
 
-async def test_an_idle_layer_goes_after_the_grace(tree: Path, library: Library) -> None:
+async def test_an_idle_layer_goes_after_the_grace(host: Host, tree: Path) -> None:
     now = 0.0
-    library.mounts.teardown()
-    library.mounts = LayerMounts(library.mounts._root, grace_s=60, clock=lambda: now)
-    library.mounts.start()
-    layer = await library.store.import_("x:1", tree)
-    library.mounts.acquire(layer.digest, layer.path)
+    host.mounts.teardown()
+    host.mounts = LayerMounts(host.mounts._root, grace_s=60, clock=lambda: now)
+    host.mounts.start()
+    layer = await host.add("x:1", tree)
+    host.mount(layer)
     now = 1000.0
-    assert library.mounts.collect() == []
-    library.mounts.release(layer.digest)
+    assert host.mounts.collect() == []
+    host.mounts.release(layer.digest)
     now = 1059.0
-    assert library.mounts.collect() == []
+    assert host.mounts.collect() == []
     now = 1060.0
-    assert library.mounts.collect() == [layer.digest]
-    assert library.mounts.mounted() == 0
+    assert host.mounts.collect() == [layer.digest]
+    assert host.mounts.mounted() == 0
 
 
-async def test_a_restart_finds_the_mounts_again(
-    library: Library, tree: Path, tmp_path: Path
-) -> None:
-    layer = await library.store.import_("x:1", tree)
-    library.acquire("x:1")
+async def test_a_restart_finds_the_mounts_again(host: Host, tree: Path, tmp_path: Path) -> None:
+    layer = await host.add("x:1", tree)
+    await host.acquire("x:1")
     (mount,) = erofs_mounts(tmp_path)
-    library.mounts.close()
+    host.mounts.close()
     assert erofs_mounts(tmp_path) == [mount]
 
-    library.mounts = LayerMounts(tmp_path / "run/layers", grace_s=0)
-    assert library.mounts.start() == [layer.digest]
-    layer.path.rename(tmp_path / "elsewhere")  # not needed: it is mounted
-    library.mounts.acquire(layer.digest, layer.path)
+    host.mounts = LayerMounts(tmp_path / "run/layers", grace_s=0)
+    assert host.mounts.start() == [layer.digest]
+    Path(layer.image).rename(tmp_path / "elsewhere")  # not needed: it is mounted
+    host.mount(layer)
     assert erofs_mounts(tmp_path) == [mount]
-    lower = library.mounts.lower(layer.digest)
+    lower = host.mounts.lower(layer.digest)
     assert lower.private
     os.close(lower.fd)
-    library.mounts.release(layer.digest)
-    assert library.mounts.collect() == [layer.digest]
+    host.mounts.release(layer.digest)
+    assert host.mounts.collect() == [layer.digest]
     assert erofs_mounts(tmp_path) == []
 
 
@@ -157,81 +164,108 @@ def use_as_lower(fd: int, userns: int) -> None:
 
 
 async def test_the_spawner_can_use_a_lower_before_and_after_a_restart(
-    library: Library, tree: Path, tmp_path: Path
+    host: Host, tree: Path, tmp_path: Path
 ) -> None:
-    layer = await library.store.import_("x:1", tree)
-    library.acquire("x:1")
+    layer = await host.add("x:1", tree)
+    await host.acquire("x:1")
     userns = fastpath.make_userns(1 << 28, (1 << 28) + 65535)
     try:
         for _ in range(2):  # twice: one sandbox must not spoil it for the next
-            with library.mounts.lowers([layer.digest]) as fds:
+            with host.mounts.lowers([layer.digest]) as fds:
                 in_other_namespace(lambda fds=fds: use_as_lower(fds[0], userns))
-        library.mounts.close()
-        library.mounts.start()
-        library.mounts.acquire(layer.digest, layer.path)
+        host.mounts.close()
+        host.mounts.start()
+        host.mount(layer)
         for _ in range(2):
-            with library.mounts.lowers([layer.digest]) as fds:
+            with host.mounts.lowers([layer.digest]) as fds:
                 in_other_namespace(lambda fds=fds: use_as_lower(fds[0], userns))
     finally:
         os.close(userns)
 
 
-async def test_many_acquires_leave_no_descriptor(library: Library, tree: Path) -> None:
-    layer = await library.store.import_("x:1", tree)
+async def test_many_acquires_leave_no_descriptor(host: Host, tree: Path) -> None:
+    layer = await host.add("x:1", tree)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(20):
-        library.acquire("x:1")
-        with library.mounts.lowers([layer.digest, layer.digest]):
+        await host.acquire("x:1")
+        with host.mounts.lowers([layer.digest, layer.digest]):
             pass
-        library.mounts.release(layer.digest)
-        library.mounts.drop(layer.digest)
+        host.mounts.release(layer.digest)
+        host.mounts.drop(layer.digest)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-async def test_missing_and_damaged_images_are_said_clearly(library: Library, tree: Path) -> None:
-    layer = await library.store.import_("x:1", tree)
-    layer.path.chmod(0o600)
-    whole = layer.path.read_bytes()
-    layer.path.write_bytes(whole[:-4096])
-    with pytest.raises(Internal, match=r"truncated.*import it again"):
-        library.acquire("x:1")
-    layer.path.write_bytes(whole)
-    with pytest.raises(Internal, match="needs 0 blob devices"):
-        library.mounts.acquire(layer.digest, layer.path, [layer.path])
-    layer.path.unlink()
+async def test_missing_and_damaged_files_are_said_clearly(host: Host, tree: Path) -> None:
+    layer = await host.add("x:1", tree)
+    named = await host.library.resolve("x:1")
+    image, (blob,) = Path(layer.image), map(Path, layer.devices)
+    with pytest.raises(Internal, match="needs 1 blob devices, 2 are given"):
+        host.mounts.acquire(layer.digest, image, [blob, blob])
+    for file in (image, blob):
+        file.chmod(0o600)
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-4096])
+        with pytest.raises(Internal, match=f"{file} .*is damaged.*import it again"):
+            await host.direct.provide(named.manifest)
+        file.write_bytes(whole)
+    head = image.read_bytes()
+    image.write_bytes(head[:1100] + b"\xff" + head[1101:])
+    with pytest.raises(Internal, match=r"checksum is wrong.*import it again"):
+        host.mount(layer)
+    image.write_bytes(head)
+    await host.acquire("x:1")  # control
+    host.mounts.release(layer.digest)
+    host.mounts.drop(layer.digest)
+    for file in (blob, image):
+        file.unlink()
+        with pytest.raises(NotFound, match="import the layer again"):
+            await host.direct.provide(named.manifest)
     with pytest.raises(NotFound, match="import the layer again"):
-        library.mounts.acquire(layer.digest, layer.path)
-    assert library.mounts.mounted() == 0
+        host.mount(layer)
+    assert host.mounts.mounted() == 0
 
 
 async def test_a_layer_that_somebody_unmounted_is_dropped_in_peace(
-    library: Library, tree: Path, tmp_path: Path
+    host: Host, tree: Path, tmp_path: Path
 ) -> None:
-    layer = await library.store.import_("x:1", tree)
-    library.acquire("x:1")
+    layer = await host.add("x:1", tree)
+    await host.acquire("x:1")
     syscalls.umount(str(tmp_path / "run/layers" / layer.digest))
-    library.mounts.release(layer.digest)
-    library.mounts.drop(layer.digest)
-    assert library.acquire("x:1") == layer
+    host.mounts.release(layer.digest)
+    host.mounts.drop(layer.digest)
+    assert await host.acquire("x:1") == layer
 
 
-async def test_a_state_directory_on_tmpfs_is_refused(tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    state.mkdir()
-    syscalls.mount("tmpfs", str(state), "tmpfs")
+async def test_an_image_on_tmpfs_is_refused(host: Host, tree: Path, tmp_path: Path) -> None:
+    layer = await host.add("x:1", tree)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    syscalls.mount("tmpfs", str(memory), "tmpfs")
     try:
+        shutil.copy(layer.image, memory / "image")
         with pytest.raises(Unsupported, match="lies on tmpfs"):
-            Library(state, tmp_path / "run").start()
+            host.mounts.acquire(layer.digest, memory / "image", layer.devices)
+        with pytest.raises(Unsupported, match="lies on tmpfs"):
+            fit_for_images(memory)
     finally:
-        syscalls.umount(str(state))
+        syscalls.umount(str(memory))
 
 
-async def test_a_removal_cannot_break_a_create_from_it(library: Library, tree: Path) -> None:
+async def test_a_removal_cannot_break_a_create_from_it(host: Host, tree: Path) -> None:
     """Fault: removing a layer while another sandbox is being created from it breaks the create."""
-    layer = await library.store.import_("x:1", tree)
-    held = library.acquire("x:1")  # a create has begun
+    await host.add("x:1", tree)
+    held = await host.acquire("x:1")  # a create has begun
+    await host.library.remove("x:1")
+    for _ in range(2):
+        await collect(host.library.store, used=host.mounts.digests(), grace_s=0, wait_s=0)
     with pytest.raises(WrongState):
-        library.store.remove("x:1", library.mounts.drop)
-    with library.mounts.lowers([held.digest]) as fds:
-        assert os.stat("etc/release", dir_fd=fds[0]).st_size == 4
-    library.mounts.release(layer.digest)
+        host.mounts.drop(held.digest)
+    with host.mounts.lowers([held.digest]) as fds:
+        handle = os.open("blob", os.O_RDONLY, dir_fd=fds[0])
+        assert os.pread(handle, 200_000, 0) == (tree / "blob").read_bytes()
+        os.close(handle)
+    host.mounts.release(held.digest)
+    host.mounts.drop(held.digest)
+    for _ in range(2):
+        await collect(host.library.store, grace_s=0, wait_s=0)
+    assert not Path(held.image).exists()

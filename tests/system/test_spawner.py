@@ -12,7 +12,7 @@ import pytest
 
 from dsecd.host.plan import STEPS, Bind, FileWrite
 from libdsec.errors import DSecError, Exhausted, Internal
-from tests.system.spawner_lab import BINARY, UID_BASE, Lab, build_base, compile_c, open_lab
+from tests.system.spawner_lab import BINARY, UID_BASE, Lab, build_base, compile_c, open_lab, traces
 
 pytestmark = pytest.mark.root
 
@@ -28,45 +28,6 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def lab(tmp_path: Path, parts: tuple[Path, Path]) -> AsyncIterator[Lab]:
     async with open_lab(tmp_path, *parts) as lab:
         yield lab
-
-
-def traces(lab: Lab) -> dict[str, object]:
-    """Everything a container could leave: names, groups, processes, descriptors, mounts."""
-    workers = [*lab.pool._creators, *lab.pool._destroyers]
-    pids = [worker._process.pid for worker in workers]
-    children = {
-        int(path.name)
-        for path in Path("/proc").iterdir()
-        if path.name.isdigit() and _parent(path) in pids
-    }
-    return {
-        "files": sorted(str(path) for path in lab.folder.rglob("*")),
-        "populated": sorted(
-            str(path.parent)
-            for path in lab.cgroup.rglob("cgroup.procs")
-            if path.read_text().strip()
-        ),
-        "children": children,
-        "fds": [_fds(pid) for pid in pids],
-        "mounts": [Path(f"/proc/{pid}/mountinfo").read_text() for pid in pids],
-        "host_mounts": [
-            line
-            for line in Path("/proc/self/mountinfo").read_text().splitlines()
-            if str(lab.folder) in line
-        ],
-        "own_fds": len(_fds(os.getpid())),
-    }
-
-
-def _fds(pid: int) -> list[str]:
-    return sorted(path.name for path in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def _parent(path: Path) -> int:
-    try:
-        return int((path / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 async def test_a_container_is_what_its_plan_says(lab: Lab) -> None:
@@ -91,15 +52,16 @@ async def test_pid_1_is_unprivileged_and_holds_only_its_descriptors(lab: Lab) ->
         f"pid 1 pgid 1 uid {owner} euid {owner} gid {owner} groups 0 config 3000\n"
     )
     fds = dict(re.findall(r"^fd (\d+) (\S+)", text, re.M))
-    assert sorted(map(int, fds)) == list(range(11))
+    assert sorted(map(int, fds)) == [*range(11), 12]  # 11: the cgroup namespace, its own
     assert {fds["0"], fds["1"], fds["2"]} == {"/dev/null"}
     kinds = [fds[str(fd)].partition(":")[0] for fd in range(7, 11)]
     assert kinds == ["user", "mnt", "ipc", "uts"]
+    assert fds["12"] == "/"  # of the upper's own mount
 
 
 async def test_spawners_and_pid_1_are_under_the_base_filter(lab: Lab) -> None:
     async with lab.container("a") as spawned:
-        workers = [*lab.pool._creators, *lab.pool._destroyers]
+        workers = [*lab.pool._creators, *lab.pool._destroyers, *lab.pool._rerooters]
         for pid in (*(worker._process.pid for worker in workers), spawned.pid):
             status = Path(f"/proc/{pid}/status").read_text()
             fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

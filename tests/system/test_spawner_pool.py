@@ -121,11 +121,12 @@ async def test_a_slot_of_the_callers_own_is_left_to_the_container(
 async def test_a_spawner_that_dies_is_replaced(tmp_path: Path, parts: tuple[Path, Path]) -> None:
     async with open_lab(tmp_path, *parts) as lab:
         keeper = await lab.create("keeper")
-        for worker in [*lab.pool._creators, *lab.pool._destroyers]:
+        for worker in [*lab.pool._creators, *lab.pool._destroyers, *lab.pool._rerooters]:
             worker._process.kill()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(lab.pool.destroy(_nothing()), 5)
         await _until(lambda: len(lab.pool._free) == 2 and len(lab.pool._destroyers) == 1)
+        await _until(lambda: len(lab.pool._rerooters) == 1)
         assert await lab.say("keeper", "echo alive") == (0, "alive\n")
         async with lab.container("a"):
             pass

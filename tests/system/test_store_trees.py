@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -9,23 +10,28 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from dsecd.host.layers import LayerMounts
-from dsecd.images.store import LayerStore
+from dsecd.images import collect as garbage
+from dsecd.images.chunks import decode_index, verify_blob
+from dsecd.images.importing import import_layer
+from dsecd.images.library import Library, Named, open_library
+from dsecd.images.local import Direct
+from dsecd.images.stores.verify import read_verified
+from libdsec.errors import InvalidArgument
 
 pytestmark = pytest.mark.root
 CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")  # cap_net_raw=ep, version 2
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LayerStore:
-    made = LayerStore(tmp_path / "state")
-    made.start()
-    return made
+async def library(tmp_path: Path) -> AsyncIterator[Library]:
+    async with open_library(tmp_path / "state") as made:
+        yield made
 
 
 @pytest.fixture
@@ -34,6 +40,11 @@ def mounts(tmp_path: Path) -> Iterator[LayerMounts]:
     made.start()
     yield made
     made.teardown()
+
+
+async def mount(mounts: LayerMounts, layer: Named, state: Path) -> None:
+    local = await Direct(state / "store").provide(layer.manifest)
+    mounts.acquire(layer.digest, local.image, local.devices)
 
 
 def make_tree(root: Path) -> None:
@@ -80,69 +91,141 @@ def describe(root: Path) -> dict[str, tuple[object, ...]]:
     return found
 
 
-async def test_a_tree_arrives_whole_from_a_directory_and_from_a_tar(
-    store: LayerStore, mounts: LayerMounts, tmp_path: Path
+async def test_a_tree_arrives_whole_from_directory_tar_and_image(
+    library: Library, mounts: LayerMounts, tmp_path: Path
 ) -> None:
     root = tmp_path / "tree"
     root.mkdir()
     make_tree(root)
-    tar = tmp_path / "tree.tar.gz"
+    tar, image = tmp_path / "tree.tar.gz", tmp_path / "tree.erofs"
     command = ["tar", "--format=pax", "--xattrs", "--xattrs-include=*", "-C", str(root)]
     subprocess.run([*command, "-czf", str(tar), "."], check=True, capture_output=True)  # noqa: ASYNC221
     expected = describe(root)
-    for name, source in (("dir:1", root), ("tar:1", tar)):
-        layer = await store.import_(name, source)
-        mounts.acquire(layer.digest, layer.path)
+    (root / "null").unlink()  # an image's devices stay: see below
+    os.utime(root, ns=(10**18 + 123_456_789, 10**18 + 123_456_789))
+    command = ["mkfs.erofs", "--quiet", "--preserve-mtime", "--exclude-path=socket"]
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(1 << 33)}  # else times become 0
+    subprocess.run([*command, str(image), str(root)], check=True, env=environment)  # noqa: ASYNC221
+    digests = set()
+    for name, source in (("dir:1", root), ("tar:1", tar), ("image:1", image)):
+        layer = await import_layer(library, name, str(source))
+        await mount(mounts, layer, tmp_path / "state")
         seen = describe(tmp_path / "run" / layer.digest)
-        assert seen == expected
+        assert seen == expected, name
         assert len(seen) == 12
         mounts.release(layer.digest)
-    assert store.resolve("dir:1").digest == store.resolve("tar:1").digest
+        digests.add(layer.digest)
+    assert len(digests) == 1
 
+
+async def test_an_image_from_elsewhere_keeps_devices_and_must_be_whole(
+    library: Library, mounts: LayerMounts, tmp_path: Path
+) -> None:
+    root, image = tmp_path / "tree", tmp_path / "tree.erofs"
+    root.mkdir()
+    os.mknod(root / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    (root / "f").write_bytes(os.urandom(100_000))
+    (root / "short").write_bytes(b"content of a short file")
+    subprocess.run(["mkfs.erofs", "--quiet", str(image), str(root)], check=True)  # noqa: ASYNC221
+    layer = await import_layer(library, "x:1", str(image))
+    await mount(mounts, layer, tmp_path / "state")
+    assert stat.S_ISCHR((tmp_path / "run" / layer.digest / "null").stat().st_mode)
+    mounts.release(layer.digest)
+    whole = image.read_bytes()
+    image.write_bytes(whole[:-10])
+    with pytest.raises(InvalidArgument, match="truncated"):
+        await import_layer(library, "y:1", str(image))
+    inode = whole.index(b"content of a short file") - 32  # tail-packed: the bytes follow the inode
+    image.write_bytes(whole[:inode] + b"\xff" * 32 + whole[inode + 32 :])
+    with pytest.raises(InvalidArgument, match=r"tree\.erofs is damaged"):
+        await import_layer(library, "y:1", str(image))
+
+
+# --- kill -9 ---
 
 IMPORT = """
-import sys
+import asyncio, sys
 from pathlib import Path
-from dsecd.images.store import LayerStore
-store = LayerStore(Path(sys.argv[1])); store.start()
-store.import_blocking("x:1", Path(sys.argv[2]))
+from dsecd.images.importing import import_layer
+from dsecd.images.library import open_library
+async def main():
+    async with open_library(Path(sys.argv[1])) as library:
+        print("open", flush=True)
+        await import_layer(library, "x:1", sys.argv[2])
+asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1, 0.3])
-def test_kill_9_of_an_import_leaves_nothing_for_long(
-    store: LayerStore, tmp_path: Path, delay_s: float
-) -> None:
-    root = tmp_path / "tree"
+def importer(state: Path, source: Path) -> subprocess.Popen[str]:
+    """Start an import in a process of its own and wait until it has begun."""
+    argv = [sys.executable, "-c", IMPORT, str(state), str(source)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "open\n"
+    return process
+
+
+def make_files(root: Path) -> None:
     root.mkdir()
     for number in range(300):
         (root / f"f{number}").write_bytes(os.urandom(100_000))
-    tar = tmp_path / "t.tar"
-    subprocess.run(["tar", "-C", str(root), "-cf", str(tar), "."], check=True)
-    state = tmp_path / "state"
-    process = subprocess.Popen([sys.executable, "-c", IMPORT, str(state), str(tar)])
-    deadline = time.monotonic() + 10
-    while not any((state / "tmp").iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(delay_s)
+
+
+async def verify(library: Library, layer: Named) -> None:
+    """Read all of a layer. Raises `Internal` when something is damaged."""
+    store, manifest = library.store, layer.manifest
+    await read_verified(store, f"images/{manifest.image}", manifest.image)
+    for blob in manifest.blobs:
+        index = decode_index(await store.read(f"indexes/{blob.id}"), blob.id)
+        with Path(store.source(f"blobs/{blob.id}").path).open("rb") as file:
+            verify_blob(index, blob.id, file.read)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1, 0.2, 0.4])
+async def test_kill_9_of_an_import_leaves_nothing_for_long(tmp_path: Path, delay_s: float) -> None:
+    state, source = tmp_path / "state", tmp_path / "tree"
+    await asyncio.to_thread(make_files, source)
+    process = await asyncio.to_thread(importer, state, source)
+    await asyncio.sleep(delay_s)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    again = LayerStore(state)
-    again.start()
-    assert list((state / "tmp").iterdir()) == []
-    for layer in again.list():  # it may have been finished: then it is whole
-        again.verify(layer.digest)
+    async with open_library(state) as again:
+        assert list((state / "builds").iterdir()) == []
+        assert [entry async for entry in again.store.list("leases/")] == []
+        for layer in await again.list():  # it may have been finished: then it is whole
+            await verify(again, layer)
+            await again.remove(layer.digest)
+        for _ in range(3):
+            await garbage.collect(again.store, grace_s=0, wait_s=0)
+        for prefix in ("blobs/", "indexes/", "images/", "layers/", "names/", "trash/"):
+            assert [entry.key async for entry in again.store.list(prefix)] == []
+        await import_layer(again, "x:1", str(source))
 
 
-def test_an_import_of_another_process_is_left_alone(store: LayerStore, tmp_path: Path) -> None:
-    root = tmp_path / "tree"
-    root.mkdir()
-    for number in range(300):
-        (root / f"f{number}").write_bytes(os.urandom(100_000))
-    state = tmp_path / "state"
-    process = subprocess.Popen([sys.executable, "-c", IMPORT, str(state), str(root)])
+async def test_an_import_of_another_process_is_left_alone(tmp_path: Path) -> None:
+    state, source = tmp_path / "state", tmp_path / "tree"
+    await asyncio.to_thread(make_files, source)
+    process = await asyncio.to_thread(importer, state, source)
     while process.poll() is None:
-        LayerStore(state).start()  # a daemon that starts meanwhile
-        time.sleep(0.01)
+        async with open_library(state) as meanwhile:  # a daemon that starts
+            await garbage.collect(meanwhile.store, grace_s=0, wait_s=0)
+        await asyncio.sleep(0.01)
     assert process.returncode == 0
-    assert store.resolve("x:1").size_bytes > 30_000_000
+    async with open_library(state) as library:
+        layer = await library.resolve("x:1")
+        assert layer.manifest.content_bytes == 30_000_000
+        await verify(library, layer)
+
+
+async def test_two_processes_import_one_tree(tmp_path: Path) -> None:
+    state, source = tmp_path / "state", tmp_path / "tree"
+    await asyncio.to_thread(make_files, source)
+    process = await asyncio.to_thread(importer, state, source)
+    async with open_library(state) as library:
+        ours = await import_layer(library, "y:1", str(source))
+        assert await asyncio.to_thread(process.wait) == 0
+        theirs = await library.resolve("x:1")
+        assert theirs.manifest == ours.manifest
+        await verify(library, ours)
+        assert time.time() - theirs.created_at < 60

@@ -152,10 +152,14 @@ async def test_layer_ls_import_rm(tmp_path: Path) -> None:
         assert {row["name"] for row in rows} == {IMAGE, "base/mine:2"}
         assert "base/mine:2" in await dsec("layer", "ls")
         name = (await dsec("run", "base/mine:2")).strip()
-        await dsec("layer", "rm", "base/mine:2", code=1)  # in use
-        await dsec("stop", name)
         await dsec("layer", "rm", "base/mine:2")
-        assert [row["name"] for row in await dsec.json("layer", "ls")] == [IMAGE]
+        assert await dsec("exec", name, "--", "busybox", "echo", "still here") == "still here\n"
+        await dsec("run", "base/mine:2", code=1)
+        await dsec("layer", "rm", "base/mine:2", code=1)
+        (digest,) = [row["digest"] for row in rows if row["name"] == "base/mine:2"]
+        shown = {row["name"] for row in await dsec.json("layer", "ls")}
+        assert shown == {IMAGE, digest}  # until it is collected
+        await dsec("stop", name)
         await dsec("layer", "import", "base/none:1", str(tmp_path / "absent"), code=1)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from dsec_bench.bench import Context, Options
 from dsec_bench.create import CREATE, parts
 from dsec_bench.create.daemon import UID_RANGES, configuration
 from dsec_bench.create.floor import as_round
+from dsec_bench.create.floor import command as floor_command
 from dsec_bench.create.growth import Level, idle_mib
 from dsec_bench.create.image import Root, place
 from dsec_bench.create.memory import used_bytes
@@ -19,7 +23,9 @@ from dsec_bench.report import Report
 from dsec_bench.stats import Summary
 
 from dsecd import config
-from dsecd.images.store import LayerStore
+from dsecd.images.importing import import_layer
+from dsecd.images.library import Named, open_library
+from dsecd.images.local import Direct, Local
 
 PROMISED = {
     "sdk_vs_crun", "sdk_vs_bubblewrap", "sdk_vs_docker", "native_vs_crun", "native_vs_floor",
@@ -61,15 +67,58 @@ def test_idle_memory_is_the_growth_per_sandbox() -> None:
     assert idle_mib(last, last) is None
 
 
-def test_an_image_is_placed_under_its_name_and_digest(tmp_path: Path) -> None:
-    image = tmp_path / "root.erofs"
-    image.write_bytes(b"not mounted here")
-    try:
-        place(Root(image, "test"), tmp_path / "layers", "base/debian:12")
-    except Exception as error:  # the store refuses directories that EROFS cannot be mounted from
-        pytest.skip(str(error))
-    layer = LayerStore(tmp_path / "layers").resolve("base/debian:12")
-    assert layer.path.read_bytes() == b"not mounted here"
+def layer(state: Path, tree: Path) -> Root:
+    async def make() -> tuple[Named, Local]:
+        async with open_library(state) as library:
+            made = await import_layer(library, "base/x:1", str(tree))
+            return made, await Direct(state / "store").provide(made.manifest)
+
+    made, local = asyncio.run(make())
+    return Root("test", tree, state / "store", made.manifest, local)
+
+
+def resolved(state: Path, name: str) -> Named:
+    async def resolve() -> Named:
+        async with open_library(state) as library:
+            return await library.resolve(name)
+
+    return asyncio.run(resolve())
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    root.mkdir()
+    (root / "f").write_bytes(b"content" * 10_000)
+    return root
+
+
+def test_a_layer_is_placed_by_links(tmp_path: Path, tree: Path) -> None:
+    root = layer(tmp_path / "host", tree)
+    place(root, tmp_path / "ours", "base/debian:12")
+    assert resolved(tmp_path / "ours", "base/debian:12").manifest == root.manifest
+    for path in (root.local.image, *root.local.devices):
+        ours = tmp_path / "ours" / Path(path).relative_to(tmp_path / "host")
+        assert ours.samefile(path)
+
+
+def test_a_layer_on_another_file_system_is_imported_from_its_tree(
+    tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    root = layer(tmp_path / "host", tree)
+    monkeypatch.setattr("dsec_bench.create.image.link_layer", refuse)
+    place(root, tmp_path / "ours", "base/debian:12")
+    assert resolved(tmp_path / "ours", "base/debian:12").digest == root.manifest.digest
+
+
+def test_the_bare_loop_gets_every_blob() -> None:
+    argv = floor_command(Path("/f"), Path("/g"), Local("d", "/image", ("/blob1", "/blob2")))
+    pairs = list(itertools.pairwise(argv))
+    assert [value for option, value in pairs if option == "-b"] == ["/blob1", "/blob2"]
+    assert ("-i", "/image") in pairs
 
 
 @pytest.mark.leaky("libuv keeps one signal pipe per process")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from libdsec.errors import Unsupported
 
 UID_BASE = 0x6E000000
 _NS_GET_OWNER_UID = 0xB704
+_SUBREAPER, _WALL = 36, 0x40000000  # include/uapi/linux/{prctl,wait}.h
 
 
 @pytest.fixture(params=["c", "python"])
@@ -129,6 +133,57 @@ def test_a_user_namespace_belongs_to_its_owner(layer: Any) -> None:
         os.close(fd)
     assert os.geteuid() == 0
     Path("/proc/self/environ").read_bytes()  # this process is dumpable as before
+
+
+@pytest.mark.root
+def test_who_is_killed_while_it_makes_a_user_namespace_leaves_no_process(layer: Any) -> None:
+    """It would hold the lock of the daemon, which could not start again."""
+    prctl = ctypes.CDLL(None).prctl
+    assert prctl(_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        for number in range(60):
+            pid = os.fork()
+            if pid == 0:
+                for _ in range(1000):
+                    os.close(layer.make_userns(UID_BASE, UID_BASE + 65535))
+                os._exit(0)
+            time.sleep(0.002 + number * 0.0001)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            deadline = time.monotonic() + 2
+            while _has_children():
+                assert time.monotonic() < deadline, number
+                time.sleep(0.001)
+    finally:
+        prctl(_SUBREAPER, 0, 0, 0, 0)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG | _WALL)
+    except ChildProcessError:
+        return False
+    return True
+
+
+@pytest.mark.root
+def test_a_mount_shows_one_range_as_another(layer: Any, tmp_path: Path) -> None:
+    other, tree = UID_BASE + (1 << 20), tmp_path / "tree"
+    tree.mkdir(mode=0o755)
+    for name, uid in (("first", UID_BASE), ("last", UID_BASE + 65534), ("owner", UID_BASE + 65535)):
+        (tree / name).touch()
+        os.chown(tree / name, uid, uid)
+    userns = layer.make_shift_userns(UID_BASE, other)
+    clone = layer.open_tree(tree, clone=True)
+    try:
+        layer.idmap_mount(clone, userns)
+        seen = {name: os.stat(name, dir_fd=clone).st_uid for name in ("first", "last", "owner")}
+    except StepError as error:
+        pytest.skip(f"no idmapped mounts of this file system: {error}")
+    finally:
+        os.close(clone)
+        os.close(userns)
+    assert seen == {"first": other, "last": other + 65534, "owner": 65534}  # nobody's
 
 
 @pytest.mark.root

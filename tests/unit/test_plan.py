@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dsecd.host import plan
-from dsecd.host.plan import ContainerPlan, DestroyPlan, FileWrite, NewFile, SpawnReply
+from dsecd.host.plan import ContainerPlan, DestroyPlan, FileWrite, NewFile, RerootPlan, SpawnReply
 
 SOURCES = Path(__file__).parents[2] / "src/_fastpath/spawner"
 
@@ -23,7 +23,11 @@ def _minimal() -> ContainerPlan:
 
 @pytest.mark.parametrize(
     ("kind", "reader"),
-    [(ContainerPlan, "read_container_plan"), (DestroyPlan, "read_destroy_plan")],
+    [
+        (ContainerPlan, "read_container_plan"),
+        (DestroyPlan, "read_destroy_plan"),
+        (RerootPlan, "read_reroot_plan"),
+    ],
 )
 def test_the_spawner_knows_every_field_and_no_other(kind: type, reader: str) -> None:
     body = (SOURCES / "plan.c").read_text().split(f"int {reader}(")[1].split("\n}\n")[0]
@@ -41,12 +45,19 @@ def test_the_steps_are_those_of_the_spawner_in_order() -> None:
     assert tuple(rest) == plan.STEPS
 
 
+def test_the_steps_of_a_re_rooting_are_those_of_the_spawner_in_order() -> None:
+    found = re.findall(r'STEP\(s, "(\w+)"', (SOURCES / "reroot.c").read_text())
+    first = found.index("carry_over")  # the parent's stand below the child's
+    assert (*found[first:], *found[:first]) == plan.REROOT_STEPS
+
+
 def test_limits_of_lists_and_operations_agree_with_the_spawner() -> None:
     header = (SOURCES / "plan.h").read_text()
     assert f"#define LIST_MAX {plan.LIST_MAX} " in header
     assert plan.PLAN_MAX < 256 << 10
-    assert "enum op { OP_CREATE, OP_DESTROY, OP_STAGE };" in (SOURCES / "main.c").read_text()
-    assert (plan.OP_CREATE, plan.OP_DESTROY, plan.OP_STAGE) == (0, 1, 2)
+    operations = "enum op { OP_CREATE, OP_DESTROY, OP_STAGE, OP_REROOT };"
+    assert operations in (SOURCES / "main.c").read_text()
+    assert (plan.OP_CREATE, plan.OP_DESTROY, plan.OP_STAGE, plan.OP_REROOT) == (0, 1, 2, 3)
 
 
 def test_plans_survive_the_wire() -> None:
@@ -69,6 +80,13 @@ def test_a_destroy_plan_says_only_what_is_set() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(DestroyPlan(sandbox="a"))) == {
         "sandbox": "a"
     }
+
+
+def test_a_reroot_plan_says_only_what_is_set() -> None:
+    given = RerootPlan(sandbox="a", lowers=1, uid_base=1 << 28)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(given)) == {
+        "sandbox": "a", "lowers": 1, "uid_base": 1 << 28,
+    }  # fmt: skip
 
 
 def test_a_reply_without_times_is_complete() -> None:

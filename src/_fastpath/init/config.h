@@ -14,7 +14,8 @@ enum {
     FD_IPCNS = 9,
     FD_UTSNS = 10,
     FD_CGROUPNS = 11,
-    FD_FIRST_FREE = 12,
+    FD_UPPER = 12,
+    FD_FIRST_FREE = 13,
 };
 
 struct config {
@@ -29,7 +30,7 @@ struct config {
     int oom_score_adj;
     bool no_new_privs;
     bool any_peer; /* --any-peer: answer processes of our own PID namespace too (tests, VMs) */
-    bool has_cgroup, has_spool;
+    bool has_cgroup, has_spool, has_upper;
 };
 
 extern struct config config;

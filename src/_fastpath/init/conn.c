@@ -98,9 +98,25 @@ bool conns_open(int listen_fd)
     return conns[0].used;
 }
 
+static void drop_fds(struct conn *conn)
+{
+    while (conn->n_fds)
+        close(conn->fds[--conn->n_fds]);
+}
+
+bool conn_take_fds(struct conn *conn, int *fds)
+{
+    if (conn->n_fds != RX_FDS)
+        return false;
+    memcpy(fds, conn->fds, sizeof conn->fds);
+    conn->n_fds = 0;
+    return true;
+}
+
 static void conn_close(struct conn *conn)
 {
     calls_drop(conn);
+    drop_fds(conn);
     source_close(&conn->io);
     map_free(conn->rx, conn->rx_cap);
     map_free(conn->tx, conn->tx_cap);
@@ -222,6 +238,8 @@ static void conn_process(struct conn *conn)
     conn->rx_len -= at;
     if (at && conn->rx_len)
         memmove(conn->rx, conn->rx + at, conn->rx_len);
+    if (!conn->rx_len)
+        drop_fds(conn); /* the frame that they came with had no use for them */
 }
 
 /* Bytes the buffer must hold for the frame at its start to become complete. */
@@ -250,6 +268,32 @@ static bool rx_fit(struct conn *conn)
     return true;
 }
 
+/* Descriptors come with the first of the bytes they were sent with. The kernel closes those that the room
+ * for them does not hold, and we those that nobody took before the next come: a peer cannot fill our
+ * table. */
+static ssize_t conn_receive(struct conn *conn, void *to, size_t room)
+{
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(sizeof conn->fds)];
+    } control;
+    struct iovec part = { to, room };
+    struct msghdr message = {
+        .msg_iov = &part, .msg_iovlen = 1,
+        .msg_control = control.room, .msg_controllen = sizeof control.room,
+    };
+    ssize_t n = recvmsg(conn->io.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0 && errno == ENOTSOCK) /* a serial port */
+        return read(conn->io.fd, to, room);
+    struct cmsghdr *c = n < 0 ? NULL : CMSG_FIRSTHDR(&message);
+    if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {
+        drop_fds(conn);
+        conn->n_fds = (unsigned)((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+        memcpy(conn->fds, CMSG_DATA(c), conn->n_fds * sizeof(int));
+    }
+    return n;
+}
+
 static void conn_read(struct conn *conn)
 {
     for (int rounds = 0; rounds < 8 && !conn->doomed; rounds++) {
@@ -260,7 +304,7 @@ static void conn_read(struct conn *conn)
             break;
         }
         size_t room = conn->rx_cap - conn->rx_len;
-        ssize_t n = read(conn->io.fd, conn->rx + conn->rx_len, room);
+        ssize_t n = conn_receive(conn, conn->rx + conn->rx_len, room);
         if (n < 0 && errno == EINTR)
             continue;
         if (n == 0 || (n < 0 && errno != EAGAIN))

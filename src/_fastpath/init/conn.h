@@ -31,6 +31,8 @@ struct conn {
     size_t tx_cap, tx_start, tx_len;
     struct call *calls;
     unsigned open_calls;
+    int fds[RX_FDS]; /* that came with what is in rx */
+    unsigned n_fds;
     bool used, doomed, processing;
     uint64_t held_until; /* != 0: later requests wait until a watch is in effect */
 };
@@ -67,6 +69,8 @@ bool conn_room(const struct conn *conn);
 /* The peer broke the protocol: close once the running handler has returned. */
 void conn_doom(struct conn *conn);
 void conn_hold(struct conn *conn);
+/* Take the RX_FDS descriptors that came with the frame being handled; false: there are not as many. */
+bool conn_take_fds(struct conn *conn, int *fds);
 /* Close doomed connections, end overdue holds; returns the next instant something is due or 0. */
 uint64_t conns_tick(uint64_t now);
 

@@ -5,6 +5,7 @@
 #include "config.h"
 #include "exec_calls.h"
 #include "job.h"
+#include "root.h"
 #include "session.h"
 #include "transfer.h"
 
@@ -131,8 +132,8 @@ static const struct operation {
     { "session.open", op_session_open },
     { "session.close", op_session_close },
     { "session.list", op_session_list },
-    { "net.forward", op_forward },    { "sys.ping", op_ping },
-    { "sys.stats", op_stats },
+    { "net.forward", op_forward },    { "root.swap", root_swap },
+    { "sys.ping", op_ping },          { "sys.stats", op_stats },
 };
 
 static void handle_request(struct call *call, struct mp_bytes op, struct mp_bytes args)

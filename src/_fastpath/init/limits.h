@@ -16,6 +16,7 @@
 #define MAX_ITEM (256u << 10)
 #define INLINE_BYTES (64u << 10)
 #define INITIAL_CREDIT 16
+#define RX_FDS 2              /* descriptors that may come with a frame, and wait for it */
 #define TX_HIGH (1u << 20)    /* queued bytes above which a connection gets no more items */
 #define RX_SMALL (16u << 10)
 #define STREAM_MEMORY (16u << 10) /* output kept in memory before it goes to a spool file */
@@ -26,6 +27,7 @@
 #define MAX_PATH 4096
 #define SESSION_GRACE_US 200000
 #define HOLD_US 1000000
+#define VACATE_US 500000 /* how long the swap of the root waits for processes that are about to end */
 #define LEAVE_US 3000000 /* a file operation's child may outlive its call by this */
 
 #endif

@@ -19,6 +19,7 @@
 #include "job.h"
 #include "leaver.h"
 #include "loop.h"
+#include "root.h"
 #include "session.h"
 #include "transfer.h"
 
@@ -31,7 +32,8 @@ static struct source children;
 
 static void child_ended(pid_t pid, int status)
 {
-    if (!jobs_reap(pid, status) && !sessions_reap(pid, status) && !transfers_reap(pid))
+    if (!jobs_reap(pid, status) && !sessions_reap(pid, status) && !transfers_reap(pid) &&
+        !root_reap(pid))
         leaver_reap(pid);
 }
 
@@ -44,16 +46,12 @@ static void child_stopped(pid_t pid)
         leaver_stopped(pid); /* else it is an orphan of some command */
 }
 
-static void children_ready(struct source *source, uint32_t events)
+/* True: there may be more to reap. */
+static bool reap(void)
 {
-    struct signalfd_siginfo pending[8];
-    (void)events;
-    int status;
-    if (read(source->fd, pending, sizeof pending) < 0 && errno != EAGAIN)
-        return;
     pid_t pid;
     bool any = false;
-    int taken = 0;
+    int taken = 0, status;
     while (taken < REAP_BATCH && (pid = waitpid(-1, &status, WNOHANG | WUNTRACED)) > 0) {
         taken++;
         if (WIFSTOPPED(status)) {
@@ -63,12 +61,28 @@ static void children_ready(struct source *source, uint32_t events)
         any = true;
         child_ended(pid, status);
     }
-    /* The rest in the next round: where children end faster than they are reaped, a round would go on
-     * for ever, and neither a timeout nor a kill would be seen. */
-    if (taken == REAP_BATCH)
-        kill(getpid(), SIGCHLD);
     if (any)
         cgroups_sweep();
+    return taken == REAP_BATCH;
+}
+
+static void children_ready(struct source *source, uint32_t events)
+{
+    struct signalfd_siginfo pending[8];
+    (void)events;
+    if (read(source->fd, pending, sizeof pending) < 0 && errno != EAGAIN)
+        return;
+    /* The rest in the next round: where children end faster than they are reaped, a round would go on
+     * for ever, and neither a timeout nor a kill would be seen. */
+    if (reap())
+        kill(getpid(), SIGCHLD);
+}
+
+bool process_alone(void)
+{
+    siginfo_t child;
+    reap();
+    return waitid(P_ALL, 0, &child, WEXITED | WNOHANG | WNOWAIT | __WALL) < 0 && errno == ECHILD;
 }
 
 static void adopt_descriptors(void)
@@ -79,7 +93,9 @@ static void adopt_descriptors(void)
             config.has_spool = given;
         if (fd == FD_CGROUP)
             config.has_cgroup = given;
-        if (fd >= FD_USERNS)
+        if (fd == FD_UPPER)
+            config.has_upper = given;
+        if (fd >= FD_USERNS && fd <= FD_CGROUPNS)
             namespace_given[fd - FD_USERNS] = given;
     }
 }
@@ -142,7 +158,8 @@ void oom_score_raise(bool raised)
 bool disk_is_full(void)
 {
     struct statvfs fs;
-    if (statvfs("/", &fs) < 0)
+    /* Our own root is that of the first upper for ever; the upper may be another one by now. */
+    if ((config.has_upper ? fstatvfs(FD_UPPER, &fs) : statvfs("/", &fs)) < 0)
         return false;
     /* Writers see ENOSPC a few blocks before zero where the file system reserves for metadata. */
     return (fs.f_blocks && fs.f_bavail < 16) || (fs.f_files && fs.f_favail == 0);

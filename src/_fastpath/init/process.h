@@ -15,6 +15,8 @@ const char *process_open(void);
 void oom_score_raise(bool raised);
 /* SIGKILL every process below `root` or in its session: hosts without the v2 tree only. */
 void tree_kill(pid_t root);
+/* No other process lives in the sandbox: whoever loses its parent becomes our child. */
+bool process_alone(void);
 /* No free block or inode is left in the sandbox's root. */
 bool disk_is_full(void);
 

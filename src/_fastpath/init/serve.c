@@ -4,6 +4,7 @@
 #include "conn.h"
 #include "job.h"
 #include "leaver.h"
+#include "root.h"
 #include "session.h"
 #include "transfer.h"
 
@@ -39,6 +40,7 @@ void serve_round(int limit_ms)
     due = jobs_tick(now); /* first: a command's timeout may set a session's deadline */
     due = sooner(due, sessions_tick(now));
     due = sooner(due, conns_tick(now));
+    due = sooner(due, root_tick(now));
     due = sooner(due, leavers_tick(now)); /* last: a connection that ends makes some */
     scratch_trim();
 }

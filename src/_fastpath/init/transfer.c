@@ -401,6 +401,14 @@ bool transfers_stopped(pid_t pid)
     return true;
 }
 
+unsigned transfers_on_files(void)
+{
+    unsigned n = 0;
+    for (struct transfer *t = transfers; t < transfers + MAX_TRANSFERS; t++)
+        n += t->used && !t->forward;
+    return n;
+}
+
 static bool plumb(struct transfer *t, struct file_task *task, int ours[3])
 {
     int pair[2];

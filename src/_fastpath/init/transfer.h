@@ -36,6 +36,8 @@ bool transfers_reap(pid_t pid);
 /* Kill a child that was stopped and fail its call; true: the pid is a file operation's. */
 bool transfers_stopped(pid_t pid);
 bool transfer_table_open(void);
+/* File operations and watches; a forward touches no file. */
+unsigned transfers_on_files(void);
 
 /* Between transfer.c and forward.c. */
 struct transfer *transfer_new(struct call *call);

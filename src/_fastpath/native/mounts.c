@@ -31,7 +31,8 @@ int make_mount(const char *type, const char *source, const struct mount_option *
     return result;
 }
 
-int mount_erofs(const char *image, const char *const *devices, int count, const char **step)
+int mount_erofs(const char *image, const char *const *devices, int count, bool direct,
+                const char **step)
 {
     *step = "fsopen";
     int fs = k_fsopen("erofs"), result;
@@ -41,6 +42,8 @@ int mount_erofs(const char *image, const char *const *devices, int count, const 
     result = k_fsconfig(fs, FSCONFIG_SET_STRING, "source", image, 0);
     for (int i = 0; i < count && result >= 0; i++)
         result = k_fsconfig(fs, FSCONFIG_SET_STRING, "device", devices[i], 0);
+    if (result >= 0 && direct)
+        result = k_fsconfig(fs, FSCONFIG_SET_FLAG, "directio", NULL, 0);
     if (result >= 0)
         result = k_fsconfig(fs, FSCONFIG_SET_FLAG, "ro", NULL, 0);
     if (result >= 0)

@@ -2,6 +2,7 @@
 #ifndef DSEC_NATIVE_MOUNTS_H
 #define DSEC_NATIVE_MOUNTS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 struct mount_option {
@@ -14,7 +15,9 @@ int make_mount(const char *type, const char *source, const struct mount_option *
                int count, unsigned attributes, const char **step);
 
 /* A read-only, nodev EROFS mount of the file `image`, with its blob `devices` in order. File
- * backed: no loop device. */
-int mount_erofs(const char *image, const char *const *devices, int count, const char **step);
+ * backed: no loop device. `direct` reads past the page cache of the files, which is right where they are
+ * served by another program and wrong where they lie on a disk. */
+int mount_erofs(const char *image, const char *const *devices, int count, bool direct,
+                const char **step);
 
 #endif

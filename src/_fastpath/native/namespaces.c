@@ -15,22 +15,25 @@
 
 /* --- user namespaces ------------------------------------------------------------------------- */
 
-static int wait_for_kill(void *unused)
+/* It shares the descriptors of the caller: outliving it, it would hold the caller's locks and sockets. */
+static int wait_for_kill(void *caller)
 {
-    (void)unused;
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0);
+    if (syscall(SYS_getppid) != *(pid_t *)caller)
+        return 0; /* killed before we asked */
     for (;;)
         syscall(SYS_ppoll, NULL, 0, NULL, NULL, 8);
     return 0;
 }
 
-static int write_map(pid_t pid, const char *file, uint32_t base, uint32_t count)
+static int write_map(pid_t pid, const char *file, uint32_t first, uint32_t base, uint32_t count)
 {
     char path[64], line[64];
     snprintf(path, sizeof path, "/proc/%d/%s", pid, file);
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
-    int size = snprintf(line, sizeof line, "0 %u %u\n", base, count);
+    int size = snprintf(line, sizeof line, "%u %u %u\n", first, base, count);
     int error = write(fd, line, (size_t)size) == size ? 0 : -errno;
     close(fd);
     return error;
@@ -38,11 +41,12 @@ static int write_map(pid_t pid, const char *file, uint32_t base, uint32_t count)
 
 /* The kernel makes the effective uid of the creator the owner of a user namespace. Raw calls change
  * the credentials of this thread only; the permitted set survives because the real uid stays 0. */
-static pid_t spawn_as_owner(uint32_t owner, void *stack, const char **step)
+static pid_t spawn_as_owner(uint32_t owner, void *stack, pid_t *caller, const char **step)
 {
     struct spawn spawn = { .flags = CLONE_NEWUSER | CLONE_FILES,
                            .stack = stack,
-                           .run = wait_for_kill };
+                           .run = wait_for_kill,
+                           .argument = caller };
     sigset_t all, before;
 
     sigfillset(&all);
@@ -59,7 +63,8 @@ static pid_t spawn_as_owner(uint32_t owner, void *stack, const char **step)
     return (pid_t)result;
 }
 
-int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step)
+static int make_mapped(uint32_t first, uint32_t base, uint32_t count, uint32_t owner,
+                       const char **step)
 {
     char path[64];
     int dumpable = prctl(PR_GET_DUMPABLE);
@@ -68,7 +73,7 @@ int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step
     void *stack = make_stack();
     if (!stack)
         return -ENOMEM;
-    pid_t pid = spawn_as_owner(owner, stack, step);
+    pid_t caller = getpid(), pid = spawn_as_owner(owner, stack, &caller, step);
     if (dumpable == 1)
         prctl(PR_SET_DUMPABLE, 1); /* a change of credentials clears it for the whole process */
     if (pid < 0) {
@@ -76,10 +81,10 @@ int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step
         return pid;
     }
     *step = "uid_map";
-    int fd = write_map(pid, "uid_map", base, count);
+    int fd = write_map(pid, "uid_map", first, base, count);
     if (fd == 0) {
         *step = "gid_map";
-        fd = write_map(pid, "gid_map", base, count);
+        fd = write_map(pid, "gid_map", first, base, count);
     }
     if (fd == 0) {
         *step = "open_userns";
@@ -91,6 +96,16 @@ int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step
         ;
     free_stack(stack); /* only now: the child stood on it */
     return fd;
+}
+
+int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step)
+{
+    return make_mapped(0, base, count, owner, step);
+}
+
+int make_shift_userns(uint32_t from, uint32_t to, uint32_t count, const char **step)
+{
+    return make_mapped(from, to, count, 0, step);
 }
 
 /* --- network namespaces ---------------------------------------------------------------------- */

@@ -9,6 +9,10 @@
  * a negative errno and the step in `*step`. */
 int make_userns(uint32_t base, uint32_t count, uint32_t owner, const char **step);
 
+/* A user namespace that nobody lives in: a mount idmapped with it shows what belongs to `from`.. as
+ * belonging to `to`.., and what belongs to others as nobody's. */
+int make_shift_userns(uint32_t from, uint32_t to, uint32_t count, const char **step);
+
 /* A network namespace, owned by the host's user namespace, loopback up, ICMP echo sockets allowed. */
 int make_netns(const char **step);
 

@@ -2,7 +2,6 @@
  * with descriptors and mounts of its own; the parent waits. Only plain system calls here. */
 #include <sched.h>
 #include <signal.h>
-#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -10,45 +9,10 @@
 #include "native/kernel.h"
 #include "native/mounts.h"
 #include "native/process.h"
-#include "spawner/create.h"
+#include "spawner/root.h"
 
 #define PARKED 64 /* descriptors wait from here on while 0..11 are dealt out */
-#ifndef PIDFD_GET_MNT_NAMESPACE /* include/uapi/linux/pidfd.h, Linux 6.11 */
-#define PIDFD_GET_CGROUP_NAMESPACE _IO(0xFF, 1)
-#define PIDFD_GET_IPC_NAMESPACE _IO(0xFF, 2)
-#define PIDFD_GET_MNT_NAMESPACE _IO(0xFF, 3)
-#define PIDFD_GET_UTS_NAMESPACE _IO(0xFF, 10)
-#endif
 #define OOM_SCORE "-900"
-
-/* The overlay covers the small root of the spawner, which cannot be detached (it is the root of the
- * mount namespace) and need not be: it is read-only and holds nothing but /dev and empty masks. The
- * working directory stays in it: relative names are ours, absolute ones the sandbox's. */
-static int attach_root(struct creation *c)
-{
-    int overlay = c->fd[FD_OVERLAY], error = 0;
-    int template = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC); /* in our copy of the namespace */
-
-    if (template < 0)
-        return -errno;
-    error = k_move_mount(overlay, AT_FDCWD, "/");
-    if (error == 0 && (fchdir(overlay) < 0 || chroot(".") < 0 || fchdir(template) < 0))
-        error = -errno;
-    close(template);
-    return error;
-}
-
-/* Attach `tree` at `path`, which a sparse image may lack. */
-static int attach_at(const struct creation *c, int tree, const char *path)
-{
-    int error = k_move_mount(tree, AT_FDCWD, path);
-    if (error == -ENOENT && mkdir(path, 0755) == 0) {
-        if (chown(path, c->plan->uid_base, c->plan->uid_base) < 0)
-            return -errno;
-        error = k_move_mount(tree, AT_FDCWD, path);
-    }
-    return error;
-}
 
 /* Belongs to the new PID namespace, and to the host's user namespace: real root mounts it. */
 static int attach_proc(struct creation *c)
@@ -108,40 +72,7 @@ static int mask(struct creation *c)
     return 0;
 }
 
-static int attach_binds(struct creation *c)
-{
-    for (uint32_t i = 0; i < c->plan->bind_count; i++) {
-        int error = attach_at(c, c->binds[i], c->plan->binds[i].target);
-        if (error < 0)
-            return error;
-    }
-    return (int)KERNEL(chdir("/"));
-}
-
 /* --- the inner namespaces ----------------------------------------------------------------------- */
-
-/* Asked of a pidfd: a walk through /proc would make its inodes, 40 µs and memory that stays. */
-static int open_namespaces(struct creation *c)
-{
-    static const struct {
-        int fd;
-        unsigned long request;
-    } wanted[] = {
-        { FD_NS_MNT, PIDFD_GET_MNT_NAMESPACE },
-        { FD_NS_IPC, PIDFD_GET_IPC_NAMESPACE },
-        { FD_NS_UTS, PIDFD_GET_UTS_NAMESPACE },
-    };
-    int error = 0, self = (int)KERNEL(syscall(SYS_pidfd_open, syscall(SYS_getpid), 0));
-
-    if (self < 0)
-        return self;
-    for (unsigned i = 0; i < sizeof wanted / sizeof *wanted && error == 0; i++) {
-        int fd = c->fd[wanted[i].fd] = (int)KERNEL(ioctl(self, wanted[i].request, 0));
-        error = fd < 0 ? fd : 0;
-    }
-    close(self);
-    return error;
-}
 
 static int enter_inner(struct creation *c)
 {
@@ -149,7 +80,7 @@ static int enter_inner(struct creation *c)
     STEP(s, "userns", (int)KERNEL(setns(c->fd[FD_USERNS], CLONE_NEWUSER)));
     STEP(s, "unshare", (int)KERNEL(unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS)));
     STEP(s, "hostname", (int)KERNEL(sethostname(c->plan->hostname, strlen(c->plan->hostname))));
-    STEP(s, "namespaces", open_namespaces(c));
+    STEP(s, "namespaces", open_namespaces(c, 3));
     return 0;
 }
 
@@ -228,14 +159,14 @@ static int drop_root(struct creation *c)
     return reset_signals();
 }
 
-/* 0..2 /dev/null, 3..11 as docs/protocol.md says, 12 the executable (closed by the exec). */
+/* 0..2 /dev/null, 3..12 as docs/protocol.md says, 13 the executable (closed by the exec). */
 static int deal_out_fds(struct creation *c)
 {
     const int wanted[] = {
         c->host->null,      c->host->null,     c->host->null,     c->fd[FD_LISTENER],
         c->fd[FD_CONFIG],   c->fd[FD_SPOOL],   c->fd[FD_CGROUP],  c->fd[FD_USERNS],
         c->fd[FD_NS_MNT],   c->fd[FD_NS_IPC],  c->fd[FD_NS_UTS],  -1,
-        c->host->init,
+        c->fd[FD_UPPER],    c->host->init,
     };
     enum { COUNT = sizeof wanted / sizeof *wanted };
     int parked[COUNT];
@@ -259,7 +190,7 @@ static int execute(void)
     static char *const arguments[] = { "dsec-init", NULL };
     static char *const environment[] = { NULL };
     return (int)KERNEL(
-        syscall(SYS_execveat, 12, "", arguments, environment, AT_EMPTY_PATH));
+        syscall(SYS_execveat, 13, "", arguments, environment, AT_EMPTY_PATH));
 }
 
 static int run_child_steps(struct creation *c)

@@ -21,13 +21,14 @@ enum {
     FD_RUNTIME,  /* directory */
     FD_LISTENER, /* agent.sock */
     FD_SPOOL,    /* directory, of all sandboxes */
-    FD_UPPER,    /* detached mount that holds u/, w/ and s/ */
+    FD_UPPER,    /* detached mount that holds u/, w/ and s/; PID 1 keeps it */
     FD_SHM,      /* detached clone of s/ */
     FD_LAYER_U,  /* directory u/: the upper */
     FD_LAYER_W,  /* directory w/: the work directory */
     FD_OVERLAY,
     FD_DEV,      /* detached clone of the plan's own /dev, absent: ours */
     FD_PTS,
+    FD_PROC,     /* of a re-rooting: detached clone of the sandbox's own tree at /proc */
     FD_CONFIG,
     FD_NS_MNT,   /* made by the child */
     FD_NS_IPC,

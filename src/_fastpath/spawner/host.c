@@ -50,7 +50,8 @@ static int fill_dev(int dev)
 
 static int fill_template(int root)
 {
-    if (mkdirat(root, "dev", 0755) < 0 || mkdirat(root, "dir", 0555) < 0)
+    if (mkdirat(root, "dev", 0755) < 0 || mkdirat(root, "proc", 0555) < 0 ||
+        mkdirat(root, "dir", 0555) < 0)
         return -errno;
     int file = openat(root, "file", O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0444);
     if (file < 0)
@@ -215,6 +216,14 @@ int host_clone_mount(struct host *host, int fd, const char *path)
     }
     return fd >= 0 ? k_open_tree(fd, "", OPEN_TREE_CLONE | AT_EMPTY_PATH)
                    : k_open_tree(AT_FDCWD, path, OPEN_TREE_CLONE);
+}
+
+int host_visit(struct host *host, int pidfd)
+{
+    if (setns(pidfd, CLONE_NEWNS) < 0)
+        return -errno;
+    host->away = true;
+    return 0;
 }
 
 bool host_netns_reusable(const struct host *host, int netns)

@@ -42,6 +42,10 @@ int host_clone_mount(struct host *host, int fd, const char *path);
 /* netns_reusable (native/namespaces.h) without a child: this process enters the namespace. */
 bool host_netns_reusable(const struct host *host, int netns);
 
+/* Go to the mount namespace of the process `pidfd`, until `host_return`. Meant for its outer one, where
+ * nobody lives but PID 1 and all is as the spawner made it. */
+int host_visit(struct host *host, int pidfd);
+
 /* Back to our own mount namespace, where children are made. */
 void host_return(struct host *host);
 

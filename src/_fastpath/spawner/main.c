@@ -4,7 +4,8 @@
  *                                    FILTER: descriptor of the system call filter of all it makes
  *
  * A message is the msgpack array [id, op, plan], with the plan's descriptors beside it; the answer is
- * [id, SpawnReply], with the pidfd of a new container beside it. It ends when the daemon closes the
+ * [id, SpawnReply], with the pidfd of a new container, or the mount namespace and the upper of a
+ * re-rooted one, beside it. It ends when the daemon closes the
  * socket or dies; containers live on. It decides nothing and keeps nothing between messages.
  */
 #include <poll.h>
@@ -20,8 +21,9 @@
 #include "spawner/destroy.h"
 #include "spawner/host.h"
 #include "spawner/plan.h"
+#include "spawner/reroot.h"
 
-enum op { OP_CREATE, OP_DESTROY, OP_STAGE };
+enum op { OP_CREATE, OP_DESTROY, OP_STAGE, OP_REROOT };
 
 struct message {
     uint64_t id;
@@ -44,10 +46,13 @@ struct spawner {
     uint8_t output[8192];
 };
 
+#define REPLY_FDS 2
+
 struct reply {
     uint64_t id;
     pid_t pid;
-    int pidfd; /* -1: none */
+    int fds[REPLY_FDS];
+    uint32_t fd_count;
     int error; /* negative errno */
     const char *step;
     const struct steps *times; /* NULL: none */
@@ -87,15 +92,16 @@ static void answer(struct spawner *spawner, const struct reply *reply)
 
     struct iovec part = { spawner->output, mp_written(&writer) };
     struct msghdr header = { .msg_iov = &part, .msg_iovlen = 1 };
-    _Alignas(struct cmsghdr) char ancillary[CMSG_SPACE(sizeof(int))] = { 0 };
-    if (reply->pidfd >= 0) {
+    _Alignas(struct cmsghdr) char ancillary[CMSG_SPACE(sizeof reply->fds)] = { 0 };
+    if (reply->fd_count) {
+        size_t bytes = reply->fd_count * sizeof(int);
         header.msg_control = ancillary;
-        header.msg_controllen = sizeof ancillary;
+        header.msg_controllen = CMSG_SPACE(bytes);
         struct cmsghdr *cmsg = CMSG_FIRSTHDR(&header);
         cmsg->cmsg_level = SOL_SOCKET;
         cmsg->cmsg_type = SCM_RIGHTS;
-        cmsg->cmsg_len = CMSG_LEN(sizeof(int));
-        memcpy(CMSG_DATA(cmsg), &reply->pidfd, sizeof(int));
+        cmsg->cmsg_len = CMSG_LEN(bytes);
+        memcpy(CMSG_DATA(cmsg), reply->fds, bytes);
     }
     while (sendmsg(spawner->control, &header, MSG_NOSIGNAL) < 0)
         if (errno != EINTR)
@@ -110,10 +116,18 @@ static void drop_fds(struct message *message)
     message->fd_count = 0;
 }
 
+/* What a reply carries is the receiver's from then on. */
+static void answer_with_fds(struct spawner *spawner, const struct reply *reply)
+{
+    answer(spawner, reply);
+    for (uint32_t i = 0; i < reply->fd_count; i++)
+        close(reply->fds[i]);
+}
+
 static void create(struct spawner *spawner, struct message *message)
 {
     struct creation *c = &spawner->creation;
-    struct reply reply = { .id = message->id, .pidfd = -1, .step = "plan" };
+    struct reply reply = { .id = message->id, .step = "plan" };
 
     reply.error = read_container_plan(&message->plan, &spawner->arena, &spawner->container);
     if (reply.error == 0 && message->fd_count != FDS_GIVEN + spawner->container.lowers)
@@ -121,13 +135,35 @@ static void create(struct spawner *spawner, struct message *message)
     if (reply.error == 0) {
         reply.error = create_container(c, &spawner->host, &spawner->container, message->fds);
         reply.step = reply.error ? c->steps.current : "";
-        reply.pid = reply.error ? 0 : c->pid;
-        reply.pidfd = c->pidfd;
         reply.times = &c->steps;
     }
+    if (reply.error == 0) {
+        reply.pid = c->pid;
+        reply.fds[reply.fd_count++] = c->pidfd;
+    }
     drop_fds(message);
-    answer(spawner, &reply);
-    close_if(&reply.pidfd);
+    answer_with_fds(spawner, &reply);
+}
+
+static void reroot(struct spawner *spawner, struct message *message)
+{
+    struct creation *c = &spawner->creation;
+    struct reply reply = { .id = message->id, .step = "plan" };
+
+    reply.error = read_reroot_plan(&message->plan, &spawner->arena, &spawner->container);
+    if (reply.error == 0 && message->fd_count != FDS_GIVEN + spawner->container.lowers)
+        reply.error = -EBADMSG;
+    if (reply.error == 0) {
+        reply.error = reroot_container(c, &spawner->host, &spawner->container, message->fds);
+        reply.step = reply.error ? c->steps.current : "";
+        reply.times = &c->steps;
+    }
+    if (reply.error == 0) {
+        reply.fds[reply.fd_count++] = c->fd[FD_NS_MNT];
+        reply.fds[reply.fd_count++] = c->fd[FD_UPPER];
+    }
+    drop_fds(message);
+    answer_with_fds(spawner, &reply);
 }
 
 static void advance(struct spawner *spawner, struct destruction *d, int error)
@@ -139,7 +175,7 @@ static void advance(struct spawner *spawner, struct destruction *d, int error)
     close_if(&d->pidfd);
     close_if(&d->netns);
     d->running = false;
-    struct reply reply = { .id = d->request, .pidfd = -1, .error = error,
+    struct reply reply = { .id = d->request, .error = error,
                            .step = error ? d->step : "", .clean = error == 0 && d->clean };
     answer(spawner, &reply);
 }
@@ -147,7 +183,7 @@ static void advance(struct spawner *spawner, struct destruction *d, int error)
 static void destroy(struct spawner *spawner, struct message *message)
 {
     struct destruction *d = spawner->destructions;
-    struct reply refusal = { .id = message->id, .pidfd = -1, .error = -EBADMSG, .step = "plan" };
+    struct reply refusal = { .id = message->id, .error = -EBADMSG, .step = "plan" };
 
     while (d < spawner->destructions + DESTROYS_MAX && d->running)
         d++;
@@ -172,7 +208,7 @@ static void destroy(struct spawner *spawner, struct message *message)
  * whole RCU grace period, so it must not be in the path of the creation. */
 static void stage(struct spawner *spawner, struct message *message)
 {
-    struct reply reply = { .id = message->id, .pidfd = -1, .step = "plan" };
+    struct reply reply = { .id = message->id, .step = "plan" };
 
     reply.error = read_stage_plan(&message->plan, &spawner->arena, &spawner->stage);
     for (uint32_t i = 0; i < spawner->stage.count && reply.error == 0; i++) {
@@ -184,7 +220,7 @@ static void stage(struct spawner *spawner, struct message *message)
 
 static void dispatch(struct spawner *spawner, struct message *message)
 {
-    struct reply refusal = { .id = message->id, .pidfd = -1, .error = -EBADMSG, .step = "message" };
+    struct reply refusal = { .id = message->id, .error = -EBADMSG, .step = "message" };
 
     if (message->plan.failed)
         answer(spawner, &refusal);
@@ -194,6 +230,8 @@ static void dispatch(struct spawner *spawner, struct message *message)
         destroy(spawner, message);
     else if (message->op == OP_STAGE)
         stage(spawner, message);
+    else if (message->op == OP_REROOT)
+        reroot(spawner, message);
     else
         answer(spawner, &refusal);
     drop_fds(message);
@@ -289,7 +327,7 @@ int main(int argc, char **argv)
     set_signals();
     fcntl(spawner.control, F_SETFD, FD_CLOEXEC);
     prctl(PR_SET_NAME, "dsec-spawner");
-    struct reply ready = { .pidfd = -1 };
+    struct reply ready = { .fd_count = 0 };
     ready.error = start(&spawner, argv[2], atoi(argv[3]), &step);
     ready.step = step;
     ready.pid = getpid();

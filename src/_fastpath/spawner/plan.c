@@ -106,13 +106,24 @@ static int ended(const struct mp_reader *reader, bool complete)
     return complete && mp_finished(reader) ? 0 : -EBADMSG;
 }
 
-int read_container_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
+static void start_container_plan(struct arena *arena, struct container_plan *plan)
 {
     *plan = (struct container_plan){
         .sandbox = "", .cgroup = "", .upper_dir = "", .dev_tree = "", .hostname = "",
         .fail_step = "",
     };
     start(arena);
+}
+
+static bool describes_root(const struct container_plan *plan)
+{
+    return plan->lowers > 0 && plan->lowers <= LOWERS_MAX && plan->raw_lowers <= plan->lowers &&
+           plan->uid_base;
+}
+
+int read_container_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
+{
+    start_container_plan(arena, plan);
     for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
         struct mp_bytes key = mp_get_str(reader);
         if (mp_equal(key, "sandbox"))
@@ -121,6 +132,8 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
             plan->cgroup = text(reader, arena);
         else if (mp_equal(key, "lowers"))
             plan->lowers = number(reader);
+        else if (mp_equal(key, "raw_lowers"))
+            plan->raw_lowers = number(reader);
         else if (mp_equal(key, "uid_base"))
             plan->uid_base = number(reader);
         else if (mp_equal(key, "owner_uid"))
@@ -160,8 +173,41 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
         else
             reader->failed = true;
     }
-    return ended(reader, plan->runtime_dir && plan->spool_dir && plan->lowers > 0 &&
-                             plan->lowers <= LOWERS_MAX && plan->uid_base && plan->owner_uid);
+    return ended(reader, plan->runtime_dir && plan->spool_dir && describes_root(plan) &&
+                             plan->owner_uid);
+}
+
+int read_reroot_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
+{
+    start_container_plan(arena, plan);
+    for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
+        struct mp_bytes key = mp_get_str(reader);
+        if (mp_equal(key, "sandbox"))
+            plan->sandbox = text(reader, arena);
+        else if (mp_equal(key, "lowers"))
+            plan->lowers = number(reader);
+        else if (mp_equal(key, "raw_lowers"))
+            plan->raw_lowers = number(reader);
+        else if (mp_equal(key, "uid_base"))
+            plan->uid_base = number(reader);
+        else if (mp_equal(key, "upper_dir"))
+            plan->upper_dir = text(reader, arena);
+        else if (mp_equal(key, "upper_bytes"))
+            plan->upper_bytes = mp_get_u64(reader);
+        else if (mp_equal(key, "upper_project"))
+            plan->upper_project = number(reader);
+        else if (mp_equal(key, "files"))
+            read_files(reader, arena, plan);
+        else if (mp_equal(key, "binds"))
+            read_binds(reader, arena, plan);
+        else if (mp_equal(key, "trace"))
+            plan->trace = mp_get_bool(reader);
+        else if (mp_equal(key, "fail_step"))
+            plan->fail_step = text(reader, arena);
+        else
+            reader->failed = true;
+    }
+    return ended(reader, describes_root(plan));
 }
 
 int read_destroy_plan(struct mp_reader *reader, struct arena *arena, struct destroy_plan *plan)

@@ -12,7 +12,7 @@
 #define MESSAGE_MAX (256u << 10) /* bytes of one message */
 #define LOWERS_MAX 64
 #define LIST_MAX 64 /* elements of any other list of a plan */
-#define FDS_GIVEN 2 /* user and network namespace; then the lowers */
+#define FDS_GIVEN 2 /* of a creation, user and network namespace; then the lowers */
 #define FDS_MAX (FDS_GIVEN + LOWERS_MAX)
 
 struct file_write {
@@ -30,10 +30,11 @@ struct new_file {
     uint32_t mode;
 };
 
+/* Of a creation; a re-rooting uses the part of it that describes the root. */
 struct container_plan {
     const char *sandbox, *cgroup, *runtime_dir, *spool_dir, *upper_dir, *dev_tree, *hostname;
     const char *fail_step;
-    uint32_t lowers, uid_base, owner_uid, upper_project;
+    uint32_t lowers, raw_lowers, uid_base, owner_uid, upper_project;
     uint64_t upper_bytes;
     struct file_write writes[LIST_MAX];
     struct bind binds[LIST_MAX];
@@ -64,6 +65,7 @@ struct arena {
 
 /* Each returns 0, or -EBADMSG for a plan that is malformed, too long or has an unknown field. */
 int read_container_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan);
+int read_reroot_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan);
 int read_destroy_plan(struct mp_reader *reader, struct arena *arena, struct destroy_plan *plan);
 int read_stage_plan(struct mp_reader *reader, struct arena *arena, struct stage_plan *plan);
 

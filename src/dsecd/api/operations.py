@@ -17,6 +17,8 @@ import msgspec
 
 from dsecd import __version__
 from dsecd.api.local import LocalCall
+from dsecd.api.progress import Teller
+from dsecd.engine import snapshots
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from libdsec import model
@@ -65,8 +67,11 @@ class Operations:
             ("host.check", msgspec.Raw, self.check, False),
             ("host.stats", msgspec.Raw, self.stats, True),
             ("layer.list", msgspec.Raw, self.layer_list, False),
+            ("layer.get", model.LayerRef, self.layer_get, False),
             ("layer.import", model.LayerImport, self.layer_import, False),
             ("layer.remove", model.LayerRef, self.layer_remove, False),
+            ("layer.collect", model.CollectArgs, self.layer_collect, False),
+            ("sandbox.pack_diff", model.PackArgs, self.pack_diff, False),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
 
@@ -144,6 +149,11 @@ class Operations:
         self._manager.set_timeout(sandbox, value)
         return sandbox.info()
 
+    async def pack_diff(self, call: LocalCall, args: model.PackArgs) -> model.Packed:
+        if not args.builder:
+            args = msgspec.structs.replace(args, builder=_owner(call))
+        return await snapshots.pack_diff(self._manager, args)
+
     async def metrics(self, call: LocalCall, args: model.SandboxRef) -> model.Metrics:
         return await self._manager.metrics(args.id)
 
@@ -180,12 +190,24 @@ class Operations:
     async def layer_list(self, call: LocalCall, args: msgspec.Raw) -> list[model.LayerInfo]:
         return await self._manager.backend.layers().list()
 
+    async def layer_get(self, call: LocalCall, args: model.LayerRef) -> model.LayerInfo:
+        return await self._manager.backend.layers().get(args.name)
+
     async def layer_import(self, call: LocalCall, args: model.LayerImport) -> model.LayerInfo:
         layers = self._manager.backend.layers()
-        return await layers.import_(args.name, args.source, args.replace)
+        if not args.progress:
+            return await layers.import_(args)
+        teller = Teller(call)
+        try:
+            return await layers.import_(args, teller.note)
+        finally:
+            await teller.stop()
 
     async def layer_remove(self, call: LocalCall, args: model.LayerRef) -> None:
         await self._manager.backend.layers().remove(args.name)
+
+    async def layer_collect(self, call: LocalCall, args: model.CollectArgs) -> model.Collected:
+        return await self._manager.backend.layers().collect(args.grace_s, args.wait_s)
 
 
 def _owner(call: LocalCall) -> str:

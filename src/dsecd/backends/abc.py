@@ -40,10 +40,11 @@ from typing import Protocol
 
 import msgspec
 
+from dsecd.images.tool import Report, unreported
 from dsecd.model import Death, Spec
-from libdsec.model import Feature, LayerInfo
+from libdsec.model import Collected, Feature, LayerImport, LayerInfo, PackArgs, Packed
 
-HANDLE_VERSION = 1
+HANDLE_VERSION = 2
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,8 +128,10 @@ class Layers(Protocol):
     """Layers a backend can start from."""
 
     async def list(self) -> list[LayerInfo]: ...
-    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo: ...
+    async def get(self, name: str) -> LayerInfo: ...
+    async def import_(self, args: LayerImport, report: Report = unreported) -> LayerInfo: ...
     async def remove(self, name: str) -> None: ...
+    async def collect(self, grace_s: float | None, wait_s: float | None) -> Collected: ...
 
 
 class Backend(Protocol):
@@ -139,6 +142,15 @@ class Backend(Protocol):
 
     async def start(self, listener: Listener) -> None:
         """Make pools and start helper processes. Raises `Unsupported` with the reason."""
+
+    def located(self, spec: Spec) -> bool:
+        """Whether `prepare` may follow at once, without `locate`."""
+
+    async def locate(self, spec: Spec) -> None:
+        """Bring the layers of `spec` to this host; `prepare` must follow in the same turn.
+
+        Raises `NotFound`, `InvalidArgument` for what does not fit together, `Unavailable`.
+        """
 
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
         """Take what `spec` needs. Raises `Exhausted`, `NotFound` (image), `InvalidArgument`."""
@@ -162,6 +174,9 @@ class Backend(Protocol):
 
     def disk_full(self, handle: Handle) -> bool:
         """Whether a quota that the agent inside cannot see leaves the upper no room."""
+
+    async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
+        """Save what a running sandbox changed as a layer. Raises `AlreadyExists`, `Exhausted`."""
 
     def pools(self) -> Mapping[str, float]:
         """Depth of each pool, for metrics."""

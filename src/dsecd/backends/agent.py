@@ -9,6 +9,7 @@ never decoded on the way.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from libdsec.wire import (
     Request,
     Splitter,
     encode,
+    pack,
 )  # fmt: skip
 
 
@@ -201,3 +203,27 @@ class AgentChannel(asyncio.Protocol):
         on_closed, self._on_closed = self._on_closed, None
         if on_closed is not None:
             on_closed()
+
+
+async def swap_root(path: str, mount_ns: int, upper: int) -> None:
+    """Have the agent at `path` send whoever enters the sandbox into another root.
+
+    `mount_ns` and `upper` are those of `host.spawner.Rerooted`; they stay the caller's. On a
+    connection of its own, because a transport of asyncio carries no descriptors. Raises
+    `WrongState` naming who lives in the old root, which is kept then; `OSError` or `Unavailable`
+    when the agent cannot be reached. After a cancelled call it is unknown which root is in use:
+    ``/proc/<pid>/fd/8`` of the agent tells.
+    """
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.setblocking(False)
+        peer.connect(path)  # a unix socket: done or refused at once
+        frame = encode(Request(1, "root.swap", pack({})))
+        socket.send_fds(peer, [frame], [mount_ns, upper])
+        splitter = Splitter()
+        while data := await loop.sock_recv(peer, 4096):
+            for answer in splitter.feed(data):
+                if isinstance(answer, Failure):
+                    raise from_wire(answer.error)
+                return
+    raise Unavailable("the sandbox's agent closed the connection")

@@ -14,13 +14,14 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Usage
 from dsecd.backends.agent import AgentChannel
+from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_pack import Subject, pack_diff
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
     Resources,
@@ -31,77 +32,18 @@ from dsecd.backends.container_plan import (
 )
 from dsecd.config import Config
 from dsecd.host import processes
-from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
-from dsecd.host.netns import Netns
-from dsecd.host.network import Attachment
+from dsecd.host.cgroup import Slot
 from dsecd.host.plan import DestroyPlan
-from dsecd.host.ranges import Range
 from dsecd.host.spawner import Spawned
-from dsecd.host.upper import Upper
+from dsecd.images.local import Local
 from dsecd.model import Death, Spec
-from libdsec.errors import DSecError, Internal
-from libdsec.model import Feature
+from libdsec.errors import DSecError, Internal, Unavailable
+from libdsec.model import Feature, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.container")
 DESTROY_TIMEOUT_MS = 10_000
 WATCH_AFTER_S = 1.0
 DISK_FULL_BYTES = 1 << 20  # a file system with a quota refuses before the last byte
-
-
-class Held(msgspec.Struct, kw_only=True):
-    """The journalled part of a holding."""
-
-    range_index: int
-    layers: list[tuple[str, str]]  # digest and image path, bottom first
-    upper: Upper | None = None
-    attachment: Attachment | None = None
-    slot: str = ""
-    cpus: tuple[int, ...] = ()
-    pid: int = 0
-    upper_bytes: int = 0
-
-
-class Holding:
-    """All that one container holds, in the order in which it is taken."""
-
-    __slots__ = (
-        "attachment", "cgroup", "channel", "cpus", "layers", "netns", "pid", "pidfd", "range",
-        "sandbox", "slot", "upper", "upper_bytes", "watch",
-        "watch_timer",
-    )  # fmt: skip
-
-    def __init__(self, sandbox: str) -> None:
-        self.sandbox = sandbox
-        self.range: Range | None = None
-        self.layers: list[tuple[str, str]] = []
-        self.upper: Upper | None = None
-        self.upper_bytes = 0
-        self.cpus: tuple[int, ...] = ()
-        self.netns: Netns | None = None
-        self.attachment: Attachment | None = None
-        self.cgroup: SandboxCgroup | None = None
-        self.slot: Slot | None = None
-        self.pid = 0
-        self.pidfd = -1
-        self.channel: AgentChannel | None = None
-        self.watch: OomWatch | None = None
-        self.watch_timer: asyncio.TimerHandle | None = None
-
-    def handle(self) -> Handle:
-        assert self.range is not None
-        held = Held(
-            range_index=self.range.index,
-            layers=self.layers,
-            upper=self.upper,
-            attachment=self.attachment,
-            slot=self.slot.name if self.slot is not None else "",
-            cpus=self.cpus,
-            pid=self.pid,
-            upper_bytes=self.upper_bytes,
-        )
-        return Handle(
-            sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)
-        )
 
 
 class ContainerBackend:
@@ -133,13 +75,23 @@ class ContainerBackend:
 
     # --- create ---------------------------------------------------------------------------------
 
+    def located(self, spec: Spec) -> bool:
+        return self._host.layers.recall(spec) is not None
+
+    async def locate(self, spec: Spec) -> None:
+        await self._host.layers.locate(spec)
+
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
         host = self._host
-        layer = host.layers.resolve(spec.image)
+        located = host.layers.recall(spec)
+        if located is None:
+            raise Unavailable("the layers were not located; try again")
         holding = Holding(sandbox)
+        holding.defaults = located.config
         try:
-            host.mounts.acquire(layer.digest, layer.path)
-            holding.layers.append((layer.digest, str(layer.path)))
+            for layer in located.layers:
+                self._mount(layer)
+                holding.layers.append(layer)
             holding.range = host.ranges.acquire()
             if on_disk(spec, host.disk_uppers):
                 holding.upper = host.uppers.plan(sandbox, spec.disk_bytes)
@@ -152,6 +104,13 @@ class ContainerBackend:
             raise
         self._holdings[sandbox] = holding
         return holding.handle()
+
+    def _mount(self, layer: Local) -> None:
+        try:
+            self._host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
+        except DSecError:
+            self._host.layers.forget(layer.digest)
+            raise
 
     def release(self, handle: Handle) -> None:
         holding = self._holdings.pop(handle.sandbox, None)
@@ -182,7 +141,7 @@ class ContainerBackend:
         slot = await host.spawners.reserve()
         try:
             plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
-            with host.mounts.lowers([digest for digest, _ in holding.layers]) as lowers:
+            with host.mounts.lowers([layer.digest for layer in holding.layers]) as lowers:
                 fds = [holding.range.userns_fd, holding.netns.fd, *lowers]
                 spawned = await host.spawners.create(plan, fds, slot)
         except BaseException:
@@ -207,6 +166,7 @@ class ContainerBackend:
             attachment=holding.attachment,
             cpus=holding.cpus,
             cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
+            defaults=holding.defaults,
         )
 
     async def _connect(self, holding: Holding) -> None:
@@ -352,8 +312,8 @@ class ContainerBackend:
         if holding.range is not None:
             host.ranges.release(holding.range)
             holding.range = None
-        for digest, _ in holding.layers:
-            host.mounts.release(digest)
+        for layer in holding.layers:
+            host.mounts.release(layer.digest)
         holding.layers = []
 
     def _find(self, handle: Handle) -> Holding:
@@ -391,11 +351,12 @@ class ContainerBackend:
         holding.cgroup, holding.pid, holding.pidfd = cgroup, held.pid, pidfd
         self._holdings[handle.sandbox] = holding
         holding.range = host.ranges.adopt(held.range_index, held.pid)
-        for digest, path in held.layers:
-            host.mounts.acquire(digest, Path(path))
-            holding.layers.append((digest, path))
+        for layer in held.layers:
+            host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
+            holding.layers.append(layer)
         holding.upper, holding.upper_bytes = held.upper, held.upper_bytes
         holding.attachment, holding.cpus = held.attachment, held.cpus
+        holding.defaults = held.defaults
         host.cpu_load.bind(held.cpus)
         holding.netns = host.netns.adopt(held.pid)
         if held.slot and host.driver.slots is not None:
@@ -443,6 +404,21 @@ class ContainerBackend:
             rx_bytes=received,
             tx_bytes=sent,
         )
+
+    async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
+        holding = self._holdings[handle.sandbox]
+        assert holding.range is not None
+        assert holding.cgroup is not None
+        subject = Subject(
+            sandbox=holding.sandbox,
+            pid=holding.pid,
+            cgroup=holding.cgroup.path,
+            uid_base=holding.range.uid_base,
+            upper=holding.upper,
+            layers=tuple(layer.digest for layer in holding.layers),
+            defaults=holding.defaults,
+        )
+        return await pack_diff(self._host.layers, self._host.driver, subject, args)
 
     def oom_kills(self, handle: Handle) -> int:
         holding = self._holdings.get(handle.sandbox)

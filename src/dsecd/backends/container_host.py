@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, sockets, spawner, tree
@@ -24,62 +24,15 @@ from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
 from dsecd.host.upper import Uppers
-from dsecd.images.store import Layer, LayerStore
 from dsecd.policy import capabilities, masks, seccomp
 from libdsec.errors import DSecError, Unsupported
-from libdsec.model import Feature, LayerInfo
+from libdsec.model import Feature
 
 logger = logging.getLogger("dsecd.container")
 MAX_SPAWNERS = 8
-RESOLVED_S = 1.0
-COLLECT_S = 60.0
-UNNAMED_S = 7 * 86400.0  # a layer whose name was given to another can be had by digest so long
+HOUSE_S = 60.0  # between two looks at what is unused
+GARBAGE_LOOKS = 60  # every so many of them, also at the store
 BINARIES = Path(__file__).parents[1] / "bin"
-
-
-class ContainerLayers:
-    """`abc.Layers` over the store and the mounts."""
-
-    def __init__(self, store: LayerStore, mounts: LayerMounts) -> None:
-        self._store, self._mounts = store, mounts
-        self._resolved: dict[str, Layer] = {}
-        self._resolved_at = 0.0
-
-    async def list(self) -> list[LayerInfo]:
-        return [self._info(layer) for layer in self._store.list()]
-
-    def resolve(self, reference: str) -> Layer:
-        """Return the layer to start from. Raises `NotFound`.
-
-        A burst asks for the same few thousands of times: answers are kept for a second, in which
-        only another process could move a name.
-        """
-        now = time.monotonic()
-        if now - self._resolved_at > RESOLVED_S:
-            self._resolved.clear()
-            self._resolved_at = now
-        layer = self._resolved.get(reference)
-        if layer is None:
-            layer = self._resolved[reference] = self._store.resolve(reference)
-        return layer
-
-    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo:
-        layer = await self._store.import_(name, Path(source), replace)
-        self._resolved_at = 0.0
-        return self._info(layer)
-
-    async def remove(self, name: str) -> None:
-        self._resolved_at = 0.0
-        self._store.remove(name, self._mounts.drop)
-
-    def _info(self, layer: Layer) -> LayerInfo:
-        return LayerInfo(
-            name=layer.name,
-            digest=layer.digest,
-            size_bytes=layer.size_bytes,
-            created_at=layer.created_at,
-            in_use=self._mounts.users(layer.digest),
-        )
 
 
 class ContainerHost:
@@ -94,11 +47,10 @@ class ContainerHost:
         self._config = config
         runtime, state = config.runtime, config.state
         self.mounts = LayerMounts(runtime / "layers")
-        self.store = LayerStore(state / "layers", in_use=self.mounts.users)
-        self.layers = ContainerLayers(self.store, self.mounts)
+        self.layers = ContainerLayers(config, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.disk_uppers = False
-        self._collector: asyncio.TimerHandle | None = None
+        self._keeper: asyncio.Task[None] | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
@@ -111,8 +63,8 @@ class ContainerHost:
         self._spool.mkdir(parents=True, exist_ok=True)
         self._spool.chmod(0o1733)  # every dsec-init puts files without a name here
         shared_limits.raise_limits(self._limits)
-        self.store.start()
         self.mounts.start()
+        await self.layers.start()
         self.tree = tree.build(config.runtime)
         self.uppers.start()
         self.disk_uppers = self.uppers.feature().available
@@ -181,17 +133,20 @@ class ContainerHost:
             self.driver.slots.end_recovery()
         self.ranges.start()
         self.netns.start()
-        self._collect()
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 
-    def _collect(self) -> None:
-        """Drop layers that nobody has used for long, now and from time to time."""
-        try:
-            self.mounts.collect()
-            self.store.prune(UNNAMED_S, self.mounts.drop)
-        except (OSError, DSecError) as error:
-            logger.warning("cannot drop idle layers: %s", error)
-        loop = asyncio.get_running_loop()
-        self._collector = loop.call_later(COLLECT_S, self._collect)
+    async def _keep_house(self) -> None:
+        """Unmount layers that nobody has used for long; collect garbage in the store, too."""
+        looks = 0
+        while True:
+            try:
+                await self.layers.unmount_idle()
+                if looks % GARBAGE_LOOKS == GARBAGE_LOOKS - 1:
+                    await self.layers.collect(None, None)
+            except (OSError, DSecError) as error:
+                logger.warning("cannot drop unused layers: %s", error)
+            looks += 1
+            await asyncio.sleep(HOUSE_S)
 
     async def sweep(self, known: Collection[str]) -> list[str]:
         """Remove what carries our names and belongs to no sandbox of `known`."""
@@ -241,8 +196,9 @@ class ContainerHost:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""
         if not hasattr(self, "spawners"):
             return
-        if self._collector is not None:
-            self._collector.cancel()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         await self.spawners.close()
         await self.netns.close()
         await self.ranges.close()
@@ -257,6 +213,7 @@ class ContainerHost:
         else:
             self.uppers.close()
             self.mounts.close()
+        await self.layers.close(leave_nothing)
 
 
 def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:

@@ -9,6 +9,7 @@ import msgspec
 from dsecd.host.network import Attachment
 from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
 from dsecd.host.upper import Upper
+from dsecd.images.manifest import Config
 from dsecd.model import Spec
 
 DEFAULT_ENV = {
@@ -50,6 +51,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     attachment: Attachment | None = None
     cpus: tuple[int, ...] = ()
     cpu_binds: tuple[Bind, ...] = ()
+    defaults: Config = Config()  # of the environment
 
 
 class InitConfig(msgspec.Struct, kw_only=True):
@@ -107,7 +109,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         masked=template.masked,
         hostname=spec.hostname,
         cpus=given.cpus,
-        init_config=init_config(template, spec, given.sandbox),
+        init_config=init_config(template, spec, given.sandbox, given.defaults),
         trace=template.trace,
     )
 
@@ -134,14 +136,14 @@ def machine_id(sandbox: str) -> str:
     return hashlib.blake2b(sandbox.encode(), digest_size=16, person=b"dsec machine-id").hexdigest()
 
 
-def init_config(template: Template, spec: Spec, sandbox: str) -> bytes:
-    """Return dsec-init's configuration, encoded."""
+def init_config(template: Template, spec: Spec, sandbox: str, defaults: Config) -> bytes:
+    """Return dsec-init's configuration, encoded: what was asked for, else the image's defaults."""
     return msgspec.msgpack.encode(
         InitConfig(
             sandbox=sandbox,
-            env=DEFAULT_ENV | spec.env,
-            user=spec.user,
-            workdir=spec.workdir,
+            env=DEFAULT_ENV | defaults.env | spec.env,
+            user=spec.user or defaults.user or "root",
+            workdir=spec.workdir or defaults.workdir,
             caps=template.caps,
             seccomp=template.seccomp,
             no_new_privs=spec.no_new_privileges,

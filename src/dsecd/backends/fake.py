@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Receiver, Usage
+from dsecd.images.tool import Report, unreported
 from dsecd.model import Death, Spec
 from libdsec import wire
 from libdsec.errors import (
@@ -30,13 +31,17 @@ from libdsec.errors import (
     to_wire,
 )
 from libdsec.model import (
+    Collected,
     CommandInfo,
     CommandResult,
     ExecArgs,
     Feature,
     FileStat,
+    LayerImport,
     LayerInfo,
     Output,
+    PackArgs,
+    Packed,
     PathArgs,
     ReadArgs,
     Transferred,
@@ -55,16 +60,27 @@ class FakeLayers:
     async def list(self) -> list[LayerInfo]:
         return list(self.known.values())
 
-    async def import_(self, name: str, source: str, replace: bool) -> LayerInfo:
-        if name in self.known and not replace:
-            raise AlreadyExists(f"layer {name!r} exists")
-        info = LayerInfo(name=name, digest=f"fake:{source}", size_bytes=0, created_at=time.time())
-        self.known[name] = info
+    async def get(self, name: str) -> LayerInfo:
+        if name not in self.known:
+            raise NotFound(f"no layer {name!r}")
+        return self.known[name]
+
+    async def import_(self, args: LayerImport, report: Report = unreported) -> LayerInfo:
+        if args.name in self.known and not args.replace:
+            raise AlreadyExists(f"layer {args.name!r} exists")
+        for done in range(100):
+            report("reading", done, 100)
+        digest = f"fake:{args.source}"
+        info = LayerInfo(name=args.name, digest=digest, size_bytes=0, created_at=time.time())
+        self.known[args.name] = info
         return info
 
     async def remove(self, name: str) -> None:
         if self.known.pop(name, None) is None:
             raise NotFound(f"no layer {name!r}")
+
+    async def collect(self, grace_s: float | None, wait_s: float | None) -> Collected:
+        return Collected(marked=0, deleted=0, freed_bytes=0)
 
 
 class FakeCall:
@@ -309,6 +325,11 @@ class FakeBackend:
     async def start(self, listener: Listener) -> None:
         self._listener = listener
 
+    def located(self, spec: Spec) -> bool:
+        return True
+
+    async def locate(self, spec: Spec) -> None: ...
+
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
         if spec.image.startswith("missing"):
             raise NotFound(f"no layer {spec.image!r}", image=spec.image)
@@ -350,6 +371,9 @@ class FakeBackend:
     async def usage(self, handle: Handle) -> Usage:
         sandbox = self.sandboxes[handle.sandbox]
         return Usage(oom_kills=sandbox.oom_kills, disk_bytes=sum(map(len, sandbox.files.values())))
+
+    async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
+        raise Unsupported("the fake backend keeps no layers", reason="fake")
 
     def oom_kills(self, handle: Handle) -> int:
         sandbox = self.sandboxes.get(handle.sandbox)

@@ -24,7 +24,7 @@ from dsecd.engine.lifecycle import FINAL
 from dsecd.engine.request import SEALED_NOTE, check_key, compile_spec
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.timer import Timer
-from dsecd.engine.waiter import completed
+from dsecd.engine.waiter import completed, report_to
 from dsecd.metrics import Registry
 from dsecd.model import Death, make_id
 from libdsec.errors import (
@@ -156,6 +156,8 @@ class Manager:
         await self._free(sandbox)
 
     async def _make(self, sandbox: Sandbox) -> None:
+        if not self.backend.located(sandbox.spec):
+            await self.backend.locate(sandbox.spec)
         sandbox.handle = handle = self.backend.prepare(sandbox.id, sandbox.spec)
         try:
             self._step("prepared")
@@ -231,7 +233,7 @@ class Manager:
             sandbox.waiters += 1
             sandbox.claim_deadline = None
             made.append(sandbox)
-            sandbox.ready.add_done_callback(_report(done, key, sandbox))
+            sandbox.ready.add_done_callback(report_to(done, key, sandbox))
         try:
             for _ in keys:
                 yield await done.get()
@@ -483,16 +485,3 @@ class Manager:
         self.events.close()
         await self.backend.close()
         self.journal.close()
-
-
-def _report(
-    done: asyncio.Queue[tuple[str, Sandbox | DSecError]], key: str, sandbox: Sandbox
-) -> Callable[[asyncio.Future[None]], None]:
-    def report(ready: asyncio.Future[None]) -> None:
-        error = ready.exception()
-        if error is None:
-            done.put_nowait((key, sandbox))
-        else:
-            done.put_nowait((key, error if isinstance(error, DSecError) else Internal(repr(error))))
-
-    return report

@@ -53,6 +53,8 @@ def _checked(encoded: bytes) -> Spec:
     sealed = args.network_rules is not None
     return Spec(
         image=args.container_image,
+        workspace=args.workspace or "",
+        toolkits=tuple(args.toolkits),
         memory_bytes=args.memory_limit_mb * MIB,
         cpu_cores=args.cpu_cores_limit,
         pids=args.pids_limit,
@@ -60,7 +62,7 @@ def _checked(encoded: bytes) -> Spec:
         upper=args.upper,
         network="none" if sealed else args.network,
         sealed=sealed,
-        user=args.init_user,
+        user=args.init_user or "",
         workdir=args.workdir or "",
         env=args.env,
         hostname=args.hostname or "",
@@ -72,6 +74,7 @@ def _checked(encoded: bytes) -> Spec:
 
 def _check_limits(args: DSecContainerRunArgs) -> None:
     _require(bool(args.container_image), "container_image", "a layer's name or digest is required")
+    _require(all(args.toolkits), "toolkits", "each is a layer's name or digest")
     _require(
         args.memory_limit_mb >= MIN_MEMORY_MB, "memory_limit_mb", f"at least {MIN_MEMORY_MB} MiB"
     )
@@ -91,7 +94,8 @@ def _check_limits(args: DSecContainerRunArgs) -> None:
 def _check_texts(args: DSecContainerRunArgs) -> None:
     if args.hostname is not None:
         _require(bool(_HOSTNAME.fullmatch(args.hostname)), "hostname", "not a valid host name")
-    _require(bool(_USER.fullmatch(args.init_user)), "init_user", "a name, uid, or uid:gid")
+    if args.init_user is not None:
+        _require(bool(_USER.fullmatch(args.init_user)), "init_user", "a name, uid, or uid:gid")
     if args.workdir is not None:
         good = args.workdir.startswith("/") and "\0" not in args.workdir
         _require(good, "workdir", "an absolute path is required")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from libdsec.errors import DSecError, Internal
+
+T = TypeVar("T")
 
 
 async def completed(future: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
@@ -33,3 +38,18 @@ async def completed(future: asyncio.Future[Any], timeout_s: float | None = None)
 def _wake(waiter: asyncio.Future[None], *_: object) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def report_to(
+    done: asyncio.Queue[tuple[str, T | DSecError]], key: str, value: T
+) -> Callable[[asyncio.Future[None]], None]:
+    """Return a callback for a future: it puts `value`, or the future's error, into `done`."""
+
+    def report(ready: asyncio.Future[None]) -> None:
+        error = ready.exception()
+        if error is None:
+            done.put_nowait((key, value))
+        else:
+            done.put_nowait((key, error if isinstance(error, DSecError) else Internal(repr(error))))
+
+    return report

@@ -15,7 +15,7 @@ from libdsec.errors import Internal, NotFound
 
 OFFSET = 1024
 MAGIC = 0xE0F5E1E2
-_FIXED = struct.Struct("<IIIBBHQQIIII16s16sIH2sHH")
+_FIXED = struct.Struct("<IIIBBHQQIIII16s16sI2sHHB")
 _CHECKSUM = 0x1  # compatible feature: the checksum field is filled in
 _DEVICES = 0x8  # incompatible feature: data lies on further devices
 _SIZE = 128
@@ -47,7 +47,7 @@ def inspect(image: Path) -> Superblock:
         raise _damaged(image, f"it has only {length} bytes")
     fields = _FIXED.unpack_from(block)
     magic, checksum, compatible, block_bits = fields[:4]
-    blocks, incompatible, devices = fields[9], fields[14], fields[17]
+    blocks, incompatible, devices = fields[9], fields[14], fields[16]
     if magic != MAGIC:
         raise _damaged(image, "it is no EROFS image")
     if not 9 <= block_bits <= 16:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import time
@@ -88,16 +89,25 @@ class LayerMounts:
                     entry.rmdir()
         return list(self._layers)
 
-    def acquire(self, digest: str, image: Path, devices: Sequence[Path] = ()) -> None:
+    def acquire(
+        self,
+        digest: str,
+        image: str | Path,
+        devices: Sequence[str | Path] = (),
+        served: bool = False,
+    ) -> None:
         """Count one more user of the layer, mounting it when it is not.
+
+        `served`: its blobs are files of dsec-blobd.
 
         Raises `NotFound` (no image file), `Internal` (damaged image), `Unsupported` (this kernel or
         the file system of `image`).
         """
         layer = self._layers.get(digest)
         if layer is None:
-            self.collect()
-            layer = self._layers[digest] = self._mount(digest, image, devices)
+            layer = self._layers[digest] = self._mount(
+                digest, Path(image), [Path(device) for device in devices], served
+            )
         layer.users += 1
 
     def release(self, digest: str) -> None:
@@ -135,6 +145,10 @@ class LayerMounts:
         layer = self._layers.get(digest)
         return layer.users if layer else 0
 
+    def digests(self) -> list[str]:
+        """Return the digests of all mounted layers."""
+        return list(self._layers)
+
     def mounted(self) -> int:
         """Return how many layers are mounted."""
         return len(self._layers)
@@ -154,15 +168,24 @@ class LayerMounts:
 
     def collect(self) -> list[str]:
         """Unmount the layers unused for longer than the grace; return their digests."""
+        idle = self.retire()
+        for _, unmount in idle:
+            unmount()
+        return [digest for digest, _ in idle]
+
+    def retire(self) -> list[tuple[str, Callable[[], None]]]:
+        """Give up the layers unused for longer than the grace, each with what unmounts it.
+
+        That may be called in any thread: an unmount waits for reads under way, and those of a
+        served layer for its store. The layer may be mounted anew meanwhile.
+        """
         limit = self._clock() - self._grace_s
         idle = [
             digest
             for digest, layer in self._layers.items()
             if layer.users == 0 and layer.idle_since <= limit
         ]
-        for digest in idle:
-            self._unmount(digest)
-        return idle
+        return [(digest, functools.partial(_unmount, self._layers.pop(digest))) for digest in idle]
 
     def close(self) -> None:
         """Give up the descriptors; every mount stays for the next daemon."""
@@ -180,7 +203,7 @@ class LayerMounts:
         with contextlib.suppress(OSError):
             self._root.rmdir()
 
-    def _mount(self, digest: str, image: Path, devices: Sequence[Path]) -> _Mounted:
+    def _mount(self, digest: str, image: Path, devices: Sequence[Path], served: bool) -> _Mounted:
         """Mount the image; what was made is undone on failure."""
         wanted = erofs.inspect(image).devices
         if wanted != len(devices):
@@ -188,12 +211,12 @@ class LayerMounts:
             raise Internal(f"{image} needs {wanted} blob devices, {len(devices)} are given")
         with contextlib.ExitStack() as undo:
             try:
-                shared = fastpath.mount_erofs(image, devices)
+                shared = fastpath.mount_erofs(image, devices, served)
             except fastpath.StepError as error:
                 raise _explain(image, error) from error
             undo.callback(os.close, shared)
             point = self._root / digest
-            point.mkdir(mode=0o700)
+            point.mkdir(mode=0o700, exist_ok=True)  # `unmount` may be about to remove it
             undo.callback(point.rmdir)
             layer = _Mounted(point=point)
             clone = _clone_detached(shared)
@@ -211,16 +234,19 @@ class LayerMounts:
         return layer
 
     def _unmount(self, digest: str) -> None:
-        layer = self._layers.pop(digest)
-        if layer.shared >= 0:
-            os.close(layer.shared)
-        try:
-            fastpath.umount(layer.point)
-        except fastpath.StepError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOENT):  # somebody else unmounted it
-                raise
-        with contextlib.suppress(FileNotFoundError):
-            layer.point.rmdir()
+        _unmount(self._layers.pop(digest))
+
+
+def _unmount(layer: _Mounted) -> None:
+    if layer.shared >= 0:
+        os.close(layer.shared)
+    try:
+        fastpath.umount(layer.point)
+    except fastpath.StepError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):  # somebody else unmounted it
+            raise
+    with contextlib.suppress(OSError):  # gone, or the mount point of the same layer again
+        layer.point.rmdir()
 
 
 def _clone_detached(fd: int) -> int:

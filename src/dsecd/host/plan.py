@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-OP_CREATE, OP_DESTROY, OP_STAGE = range(3)
+OP_CREATE, OP_DESTROY, OP_STAGE, OP_REROOT = range(4)
 LIST_MAX = 64  # elements of a list in a plan
 PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socket surely takes
 
@@ -23,6 +23,14 @@ STEPS = (
     "userns", "unshare", "hostname", "namespaces",
     # in the new process again
     "affinity", "oom_score", "descriptors", "credentials", "exec",
+)  # fmt: skip
+
+# The steps of a re-rooting, in order.
+REROOT_STEPS = (
+    "carry_over", "bare_root", "upper", "upper_dirs", "files", "lowers", "overlay", "bind_sources",
+    "clone",
+    # in the new process
+    "root", "proc", "dev", "binds", "userns", "unshare", "namespace",
 )  # fmt: skip
 
 
@@ -57,11 +65,13 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     """One container. Paths are the host's unless said otherwise.
 
     Descriptors passed beside the plan, in this order: user namespace, network namespace, then one
-    per lower layer (bottom first): a mount of the layer, not yet idmapped.
+    per lower layer (bottom first): a mount of the layer, not yet idmapped. The topmost `raw_lowers`
+    of them are uppers of checkpoints, taken as they are: a branch idmaps them before.
     """
 
     sandbox: str
-    lowers: int  # how many layer descriptors follow
+    lowers: int  # how many descriptors of lowers follow
+    raw_lowers: int = 0  # how many of these, the topmost, have their ids right already
     uid_base: int  # first host id of the range; inside 0..65534
     owner_uid: int  # host id that owns the user namespace: uid_base + 65535
     cgroup: str = ""  # v2 directory: made, delegated to owner_uid, and entered by the clone
@@ -83,6 +93,28 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     fail_step: str = ""  # fault injection: fail this step instead of doing it
 
 
+class RerootPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+    """Another root for a live container: the fields that mean the same are `ContainerPlan`'s.
+
+    Descriptors passed beside the plan: pidfd of its PID 1, its user namespace, then the lowers,
+    bottom first. Beside the reply come the new mount namespace and the new upper, for `root.swap`.
+    /proc, /dev and all that is mounted below them (masks, terminals, shared memory, binds)
+    are carried over; `binds` has the others.
+    """
+
+    sandbox: str
+    lowers: int
+    raw_lowers: int = 0  # uppers of this container's earlier checkpoints, the newest last
+    uid_base: int
+    upper_dir: str = ""  # fresh, as the memory upper is
+    upper_bytes: int = 0
+    upper_project: int = 0
+    files: tuple[NewFile, ...] = ()  # a root without the first upper lacks them
+    binds: tuple[Bind, ...] = ()
+    trace: bool = False
+    fail_step: str = ""
+
+
 class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The end of one container, in any state of being made or unmade; what is gone already is fine.
 
@@ -100,7 +132,7 @@ class DestroyPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True)
 
 
 class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
-    """Answer of the spawner; a pidfd travels beside it when a container was made."""
+    """Answer of the spawner, with what was made beside it: a pidfd, or see `RerootPlan`."""
 
     pid: int = 0
     error: int = 0  # errno

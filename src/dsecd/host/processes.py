@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 from collections.abc import Callable
+from pathlib import Path
 
 
 def open_pidfd(pid: int, expected: Callable[[], bool]) -> int:
@@ -37,3 +38,8 @@ def root_used_bytes(pid: int) -> int:
         found = os.statvfs(f"/proc/{pid}/root")
         return (found.f_blocks - found.f_bfree) * found.f_frsize
     return 0
+
+
+def descriptor(pid: int, fd: int) -> Path:
+    """Return the path that opens what process `pid` has open as `fd`."""
+    return Path(f"/proc/{pid}/fd/{fd}")

@@ -10,56 +10,34 @@ Everything happens on the event loop; nothing here blocks it or starts a thread.
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import os
-import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
-
-import msgspec
+from typing import Any
 
 from dsecd.host.plan import (
     OP_CREATE,
     OP_DESTROY,
+    OP_REROOT,
     OP_STAGE,
-    PLAN_MAX,
     ContainerPlan,
     DestroyPlan,
-    SpawnReply,
+    RerootPlan,
 )
 from dsecd.host.settle import settle
-from libdsec.errors import DSecError, Exhausted, Internal, InvalidArgument, Unavailable
+from dsecd.host.worker import Call, Worker, step_error
+from dsecd.host.worker import Slot as Slot
+from libdsec.errors import DSecError, Unavailable
 
 _log = logging.getLogger(__name__)
-_Call: TypeAlias = asyncio.Future[tuple[SpawnReply, int]]
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(tuple[int, SpawnReply])
-_FULL = frozenset(
-    (errno.ENOSPC, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EDQUOT)
-)
-_REPLY_MAX = 8192  # bytes
-_ONE_FD = socket.CMSG_SPACE(4)
-_RECV_FLAGS = socket.MSG_CMSG_CLOEXEC
-_SEND_BUFFER = 1 << 20  # bytes; the kernel caps it at net.core.wmem_max
 _RESTART_DELAY_S = 0.2
 _RESTART_DELAY_MAX_S = 5.0
-
-
-class Slot(Protocol):
-    """A pre-made set of v1 groups; `procs_paths` are its cgroup.procs files."""
-
-    @property
-    def procs_paths(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -71,121 +49,20 @@ class Spawned:
     micros: dict[str, int] = field(default_factory=dict)
 
 
-def step_error(what: str, code: int, step: str) -> DSecError:
-    """Return the error for a step of the spawner that failed with errno `code`."""
-    message = f"{what}: step {step!r} failed: {os.strerror(code)}"
-    detail = {"step": step, "errno": errno.errorcode.get(code, str(code))}
-    return (Exhausted if code in _FULL else Internal)(message, **detail)
+@dataclass(frozen=True)
+class Rerooted:
+    """Another root of a container: its mount namespace and upper (the caller closes both)."""
 
-
-class _Worker:
-    """One spawner process and the calls it has not answered yet."""
-
-    def __init__(
-        self, binary: str, init: str, base_filter: bytes, on_lost: Callable[[_Worker], None]
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._on_lost = on_lost
-        self._calls: dict[int, _Call] = {}
-        self._next = 1
-        self.slot: Slot | None = None
-        self.lost = False
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, os.fdopen(os.memfd_create("filter"), "wb", buffering=0) as filter_file:
-            filter_file.write(base_filter)
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-            ours.setblocking(False)
-            self._socket = ours
-            self._process = subprocess.Popen(
-                [binary, str(theirs.fileno()), init, str(filter_file.fileno())],
-                pass_fds=[theirs.fileno(), filter_file.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a ^C on the daemon's terminal is not for it
-                env={},
-                cwd="/",
-            )
-        self.ready = self._loop.create_future()
-        self._calls[0] = self.ready  # its first message answers a call that nobody made
-        self._loop.add_reader(ours.fileno(), self._on_readable)
-
-    @property
-    def pending(self) -> int:
-        return len(self._calls)
-
-    def call(self, op: int, plan: object, fds: Sequence[int] = ()) -> _Call:
-        """Send one message; the future gives the reply and the descriptor beside it (or -1)."""
-        number = self._next
-        self._next += 1
-        message = _encoder.encode((number, op, plan))
-        if len(message) > PLAN_MAX:
-            raise InvalidArgument(f"a plan of {len(message)} bytes exceeds {PLAN_MAX}")
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        try:
-            self._socket.sendmsg([message], rights)
-        except OSError as error:
-            raise Unavailable(f"the spawner cannot be reached: {error.strerror}") from error
-        future = self._calls[number] = self._loop.create_future()
-        return future
-
-    def _on_readable(self) -> None:
-        while True:
-            try:
-                data, rights, _, _ = self._socket.recvmsg(_REPLY_MAX, _ONE_FD, _RECV_FLAGS)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, rights = b"", []
-            if not data:
-                self._on_eof()
-                return
-            fd = int.from_bytes(rights[0][2], sys.byteorder) if rights else -1
-            number, reply = _decoder.decode(data)
-            future = self._calls.pop(number)
-            if not future.cancelled():
-                future.set_result((reply, fd))
-            elif fd >= 0:
-                os.close(fd)
-            if not self._calls:
-                return
-
-    def _on_eof(self) -> None:
-        """The process died, which it never does by itself while we hold the socket."""
-        if self.lost:
-            return
-        self.close()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(Unavailable("the spawner process died; see the kernel's log"))
-        self._calls.clear()
-        self._on_lost(self)
-
-    def close(self) -> None:
-        """Close the socket, which ends the process. Calls not answered are dropped."""
-        if self.lost:
-            return
-        self.lost = True
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
-
-    def reaped(self) -> bool:
-        """Return whether the process has ended; never blocks."""
-        return self._process.poll() is not None
-
-    async def stop(self) -> None:
-        """Close and reap; kills the process when a plan holds it for too long."""
-        self.close()
-        for _ in range(200):
-            if self.reaped():
-                return
-            await asyncio.sleep(0.005)
-        self._process.kill()
-        while not self.reaped():  # noqa: ASYNC110  (no event tells: no thread, no child watcher)
-            await asyncio.sleep(0.005)
+    mount_ns: int
+    upper: int
+    micros: dict[str, int] = field(default_factory=dict)
 
 
 class SpawnerPool:
     """`count` creators and half as many destroyers, all under the system call filter `base_filter`.
+
+    Re-rootings have a process of their own, too: what the kernel allocates for one must not be
+    charged to the groups of a creator's next child.
 
     `take_slot` and `return_slot` (v1 hosts) give and take back the groups that creators sit in. A
     process that dies is replaced; the calls it held fail with `Unavailable`.
@@ -204,13 +81,14 @@ class SpawnerPool:
         self._binary, self._init, self._count = binary, init, count
         self._base_filter = base_filter
         self._take_slot, self._return_slot = take_slot, return_slot
-        self._creators: list[_Worker] = []
-        self._destroyers: list[_Worker] = []
-        self._free: list[_Worker] = []
-        self._taken: dict[int, _Worker] = {}  # by id() of the slot promised to a caller
-        self._waiting: deque[asyncio.Future[_Worker]] = deque()
+        self._creators: list[Worker] = []
+        self._destroyers: list[Worker] = []
+        self._rerooters: list[Worker] = []
+        self._free: list[Worker] = []
+        self._taken: dict[int, Worker] = {}  # by id() of the slot promised to a caller
+        self._waiting: deque[asyncio.Future[Worker]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dead: list[_Worker] = []
+        self._dead: list[Worker] = []
         self._closed = False
         self._delay_s = _RESTART_DELAY_S
 
@@ -223,12 +101,13 @@ class SpawnerPool:
                 await self._add(self._creators)
             for _ in range(max(1, self._count // 2)):
                 await self._add(self._destroyers)
+            await self._add(self._rerooters)
         except BaseException:
             await self.close()
             raise
 
-    async def _add(self, group: list[_Worker]) -> None:
-        worker = _Worker(self._binary, self._init, self._base_filter, self._on_lost)
+    async def _add(self, group: list[Worker]) -> None:
+        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost)
         group.append(worker)
         reply, _ = await worker.ready
         if reply.error:
@@ -244,19 +123,21 @@ class SpawnerPool:
         self._closed = True
         for task in self._tasks:
             task.cancel()
-        workers = [*self._creators, *self._destroyers, *self._dead]
+        groups = (self._creators, self._destroyers, self._rerooters, self._dead)
+        workers = [worker for group in groups for worker in group]
         await asyncio.gather(*self._tasks, *(w.stop() for w in workers), return_exceptions=True)
         for worker in workers:
             self._drop_slot(worker)
         for future in self._waiting:
             if not future.done():
                 future.set_exception(Unavailable("the daemon is stopping"))
-        for group in (self._creators, self._destroyers, self._free, self._dead):
+        for group in (*groups, self._free):
             group.clear()
         self._waiting.clear()
 
-    def _on_lost(self, worker: _Worker) -> None:
-        group = self._creators if worker in self._creators else self._destroyers
+    def _on_lost(self, worker: Worker) -> None:
+        groups = (self._creators, self._destroyers)
+        group = next((each for each in groups if worker in each), self._rerooters)
         if worker in group:
             group.remove(worker)
         if worker in self._free:
@@ -267,7 +148,7 @@ class SpawnerPool:
             _log.error("a spawner process died; starting another")
             self._run(self._replace(group))
 
-    async def _replace(self, group: list[_Worker]) -> None:
+    async def _replace(self, group: list[Worker]) -> None:
         await asyncio.sleep(self._delay_s)
         self._dead = [worker for worker in self._dead if not worker.reaped()]
         try:
@@ -286,7 +167,7 @@ class SpawnerPool:
 
     # --- creators -----------------------------------------------------------------------------
 
-    def _release(self, worker: _Worker) -> None:
+    def _release(self, worker: Worker) -> None:
         """Give a creator to the next caller in line."""
         if worker.lost:
             return
@@ -297,12 +178,12 @@ class SpawnerPool:
                 return
         self._free.append(worker)
 
-    async def _acquire(self) -> _Worker:
+    async def _acquire(self) -> Worker:
         if self._closed:
             raise Unavailable("the daemon is stopping")
         if self._free:
             return self._free.pop()  # the one used last: its caches are warm
-        future: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         try:
             return await future
@@ -311,12 +192,12 @@ class SpawnerPool:
                 self._release(future.result())
             raise
 
-    async def _stage_next(self, worker: _Worker) -> None:
+    async def _stage_next(self, worker: Worker) -> None:
         """Move a creator into the slot of its next child, off the path of any creation."""
         if self._take_slot is not None:
             await self._stage(worker, self._take_slot())
 
-    async def _stage(self, worker: _Worker, slot: Slot) -> None:
+    async def _stage(self, worker: Worker, slot: Slot) -> None:
         before, worker.slot = worker.slot, slot
         try:
             reply, _ = await worker.call(OP_STAGE, slot.procs_paths)
@@ -328,7 +209,7 @@ class SpawnerPool:
         finally:
             self._give_back(before)
 
-    async def _leave(self, worker: _Worker, slot: Slot) -> None:
+    async def _leave(self, worker: Worker, slot: Slot) -> None:
         """Go to the groups above `slot`, which a container has taken over."""
         above = [str(Path(path).parent.parent / "cgroup.procs") for path in slot.procs_paths]
         try:
@@ -338,7 +219,7 @@ class SpawnerPool:
         finally:
             self._release(worker)
 
-    def _drop_slot(self, worker: _Worker) -> None:
+    def _drop_slot(self, worker: Worker) -> None:
         slot, worker.slot = worker.slot, None
         self._give_back(slot)
 
@@ -348,7 +229,7 @@ class SpawnerPool:
             if self._return_slot is not None:
                 self._return_slot(slot)
 
-    def _restage(self, worker: _Worker, take_slot: Callable[[], Slot]) -> None:
+    def _restage(self, worker: Worker, take_slot: Callable[[], Slot]) -> None:
         """Move a creator on, then let it serve again; callbacks, for a task would cost more."""
         try:
             worker.slot = take_slot()
@@ -358,7 +239,7 @@ class SpawnerPool:
         else:
             call.add_done_callback(functools.partial(self._restaged, worker))
 
-    def _restaged(self, worker: _Worker, call: _Call) -> None:
+    def _restaged(self, worker: Worker, call: Call) -> None:
         error = call.exception()
         if error is None:
             reply, _ = call.result()
@@ -369,7 +250,7 @@ class SpawnerPool:
         else:
             self._not_staged(worker, error)
 
-    def _not_staged(self, worker: _Worker, error: BaseException) -> None:
+    def _not_staged(self, worker: Worker, error: BaseException) -> None:
         """The next creation through this worker asks again, and reports what it meets."""
         _log.error("no slot for the next container: %s", error)
         self._drop_slot(worker)
@@ -430,23 +311,23 @@ class SpawnerPool:
 
     async def _finish(
         self,
-        worker: _Worker,
+        worker: Worker,
         plan: ContainerPlan,
-        call: _Call,
+        call: Call,
         slot: Slot | None,
     ) -> Spawned:
         """Wait for the spawner; what a cancelled caller will not get is taken down first."""
         if await settle(call):
             await settle(self._run(self._undo_cancelled(worker, plan, call)))
             raise asyncio.CancelledError
-        reply, pidfd = call.result()
+        reply, fds = call.result()
         if reply.error:
             self._release(worker)  # the slot is still its own
             raise step_error(f"creating {plan.sandbox}", reply.error, reply.step)
         self._hand_over(worker, slot)
-        return Spawned(reply.pid, pidfd, reply.micros)
+        return Spawned(reply.pid, fds[0], reply.micros)
 
-    def _hand_over(self, worker: _Worker, slot: Slot | None) -> None:
+    def _hand_over(self, worker: Worker, slot: Slot | None) -> None:
         """The child lives in the slot now; the creator moves on before it serves again."""
         worker.slot = None
         if self._take_slot is not None:
@@ -458,13 +339,13 @@ class SpawnerPool:
 
     async def _undo_cancelled(
         self,
-        worker: _Worker,
+        worker: Worker,
         plan: ContainerPlan,
-        call: _Call,
+        call: Call,
     ) -> None:
         """The caller is gone but the spawner was at work: take down what it made."""
         with contextlib.suppress(DSecError):
-            reply, pidfd = await call
+            reply, fds = await call
             if reply.error:
                 self._release(worker)
                 return
@@ -478,10 +359,10 @@ class SpawnerPool:
                         runtime_dir=plan.runtime_dir,
                         upper_dir=plan.upper_dir,
                     ),
-                    pidfd,
+                    *fds,
                 )
             finally:
-                os.close(pidfd)
+                _close(fds)
                 self._give_back(held)  # used again when nobody is left in it
 
     async def destroy(self, plan: DestroyPlan, *fds: int) -> bool:
@@ -497,3 +378,33 @@ class SpawnerPool:
         if reply.error:
             raise step_error(f"destroying {plan.sandbox}", reply.error, reply.step)
         return reply.clean
+
+    async def reroot(self, plan: RerootPlan, fds: Sequence[int]) -> Rerooted:
+        """Build the root of `plan` for a live container; `fds` as `RerootPlan` says.
+
+        The container does not change until its PID 1 gets the result (`backends.agent.swap_root`),
+        which must be before its next command. Raises `Exhausted` or `Internal` naming the step that
+        failed, with nothing left behind. A cancelled call is finished and undone.
+        """
+        if not self._rerooters:
+            raise Unavailable("no spawner process runs")
+        call = self._rerooters[0].call(OP_REROOT, plan, fds)
+        if await settle(call):
+            await settle(self._run(self._undo_reroot(plan, call)))
+            raise asyncio.CancelledError
+        reply, made = call.result()
+        if reply.error:
+            raise step_error(f"re-rooting {plan.sandbox}", reply.error, reply.step)
+        return Rerooted(made[0], made[1], reply.micros)
+
+    async def _undo_reroot(self, plan: RerootPlan, call: Call) -> None:
+        with contextlib.suppress(DSecError):
+            reply, made = await call
+            _close(made)
+            if plan.upper_dir and not reply.error:
+                await self.destroy(DestroyPlan(sandbox=plan.sandbox, upper_dir=plan.upper_dir))
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,15 +1,17 @@
 """Names and digests of layers: ``base/debian:12``, ``registry.example:5000/sphinx-9658:official``.
 
 A name is path components separated by slashes and a tag; the first component may carry a port, as
-registry names do. A name without tag means ``:latest``. A digest is the SHA-256 of the image file,
-in hexadecimal, with or without ``sha256:`` in front.
+registry names do. A name without tag means ``:latest``. A digest is that of the layer's content
+(`dsecd.images.digest`), in hexadecimal, with or without ``sha256:`` in front.
 """
 
 from __future__ import annotations
 
 import re
 import urllib.parse
+from typing import cast, get_args
 
+from dsecd.images.manifest import Kind
 from libdsec.errors import InvalidArgument
 
 MAX_NAME = 200  # characters; quoted it must still be one file name (255 bytes)
@@ -34,6 +36,15 @@ def normalise(name: str) -> str:
     if len(full) > MAX_NAME or len(to_file(full)) > 250:
         raise InvalidArgument(f"layer name is longer than {MAX_NAME} characters", field="name")
     return full
+
+
+def kind(name: str) -> Kind:
+    """Return the kind of layer that the first component names, "base" for any other."""
+    first = name.partition("/")[0]
+    for known in get_args(Kind):
+        if first == known:
+            return cast(Kind, known)
+    return "base"
 
 
 def digest_prefix(text: str) -> str | None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from dsecd.images.store import LayerStore
+from dsecd.images.library import Named, open_library
+from dsecd.images.links import keys_of, link_layer
+from dsecd.images.manifest import Manifest
+from dsecd.images.stores.abc import Store
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from tests.system.daemon import daemon
 
@@ -28,31 +31,37 @@ CACHE = Path(os.environ.get("DSEC_TEST_CACHE", "/var/cache/dsec-tests"))
 _REPOSITORY = Path(__file__).parents[3]
 
 
-def build() -> Path:
-    """Return the image file, building the layer when the cache has none (some minutes)."""
+async def build() -> Named:
+    """Return the layer in the cache, building it when there is none (some minutes)."""
     command = [str(_REPOSITORY / "scripts/build-base"), IMAGE, "--state", str(CACHE)]
-    subprocess.run([*command, "--packages", ",".join(PACKAGES)], check=True, capture_output=True)
-    store = LayerStore(CACHE / "layers")
-    store.start()
-    return store.resolve(IMAGE).path
+    command += ["--packages", ",".join(PACKAGES)]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    async with open_library(CACHE) as library:
+        return await library.resolve(IMAGE)
 
 
-def lend(image: Path, state: Path) -> None:
-    """Put the image into the store below `state` under its name, without copying if possible."""
-    store = LayerStore(state / "layers")
-    store.start()
-    target = state / "layers" / image.name
-    try:
-        target.hardlink_to(image)
-    except OSError:
-        shutil.copyfile(image, target)
-    store.point(IMAGE, image.stem, expected=None)
+async def lend(layer: Named, state: Path) -> None:
+    """Name the layer in the store below `state`, where its files are linked or copied to."""
+    async with open_library(state) as library:
+        try:
+            link_layer(layer.manifest, CACHE / "store", state / "store")
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            await copy(layer.manifest, library.store)
+        await library.point(layer.name, layer.digest)
+
+
+async def copy(manifest: Manifest, target: Store) -> None:
+    """Copy the layer from the cache, its record last."""
+    for key in keys_of(manifest):
+        await target.write(key, CACHE / "store" / key)
 
 
 @contextlib.asynccontextmanager
 async def debian(**args: object) -> AsyncIterator[Sandbox]:
     """A sandbox of the Debian layer in a daemon of its own; keywords go into its run arguments."""
-    image = await asyncio.to_thread(build)
+    layer = await build()
     options = {"memory_limit_mb": 2048, "cpu_cores_limit": 2, "disk_limit_mb": 1024, **args}
     resolvers = [
         fields[1]
@@ -60,7 +69,7 @@ async def debian(**args: object) -> AsyncIterator[Sandbox]:
         if len(fields) > 1 and fields[0] == "nameserver"
     ]
     async with daemon(network={"resolvers": resolvers}) as running:
-        await asyncio.to_thread(lend, image, running.state)
+        await lend(layer, running.state)
         async with DSecClient(f"unix:{running.socket}") as client:
             run = DSecContainerRunArgs(container_image=IMAGE, **options)  # type: ignore[arg-type]
             async with await client.run_container(run, timeout=60) as sandbox:

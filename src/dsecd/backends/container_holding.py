@@ -1,0 +1,75 @@
+"""What one container holds: in memory, and the part of it that the journal keeps."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from dsecd.backends.abc import Handle
+from dsecd.backends.agent import AgentChannel
+from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
+from dsecd.host.netns import Netns
+from dsecd.host.network import Attachment
+from dsecd.host.ranges import Range
+from dsecd.host.upper import Upper
+from dsecd.images.local import Local
+from dsecd.images.manifest import Config
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """The journalled part of a holding."""
+
+    range_index: int
+    layers: list[Local]  # bottom first
+    upper: Upper | None = None
+    attachment: Attachment | None = None
+    slot: str = ""
+    cpus: tuple[int, ...] = ()
+    pid: int = 0
+    upper_bytes: int = 0
+    defaults: Config = Config()
+
+
+class Holding:
+    """All that one container holds, in the order in which it is taken."""
+
+    __slots__ = (
+        "attachment", "cgroup", "channel", "cpus", "defaults", "layers", "netns", "pid", "pidfd",
+        "range", "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
+    )  # fmt: skip
+
+    def __init__(self, sandbox: str) -> None:
+        self.sandbox = sandbox
+        self.range: Range | None = None
+        self.layers: list[Local] = []
+        self.defaults = Config()  # of the environment
+        self.upper: Upper | None = None
+        self.upper_bytes = 0
+        self.cpus: tuple[int, ...] = ()
+        self.netns: Netns | None = None
+        self.attachment: Attachment | None = None
+        self.cgroup: SandboxCgroup | None = None
+        self.slot: Slot | None = None
+        self.pid = 0
+        self.pidfd = -1
+        self.channel: AgentChannel | None = None
+        self.watch: OomWatch | None = None
+        self.watch_timer: asyncio.TimerHandle | None = None
+
+    def handle(self) -> Handle:
+        assert self.range is not None
+        held = Held(
+            range_index=self.range.index,
+            layers=self.layers,
+            upper=self.upper,
+            attachment=self.attachment,
+            slot=self.slot.name if self.slot is not None else "",
+            cpus=self.cpus,
+            pid=self.pid,
+            upper_bytes=self.upper_bytes,
+            defaults=self.defaults,
+        )
+        return Handle(
+            sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)
+        )

@@ -1,0 +1,111 @@
+"""What a running container changed, saved as a layer.
+
+The sandbox is frozen while its upper is read, so the layer is one moment of it; what it holds only
+in memory is not in it. The chunks go to a file of the host meanwhile, to the store after the thaw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dsecd.backends.container_layers import ContainerLayers
+from dsecd.host import processes
+from dsecd.host.cgroup import TreeDriver
+from dsecd.host.upper import Upper
+from dsecd.images import names
+from dsecd.images.builder import Recipe
+from dsecd.images.environment import override
+from dsecd.images.library import Gate
+from dsecd.images.manifest import Config, Origin
+from dsecd.images.model import Node
+from dsecd.images.sources.report import Report
+from dsecd.images.sources.sink import Sink
+from dsecd.images.sources.upper import RESIDUE, Rule, read_upper
+from libdsec.model import PackArgs, Packed
+
+FD_UPPER = 12  # in dsec-init: the file system that the upper is in
+UPPER = "u"  # the upper's directory there
+# Made by dsecd for each sandbox; the next one gets its own
+IDENTITY = tuple(Rule(f"etc/{name}") for name in ("hostname", "hosts", "machine-id", "resolv.conf"))
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """A running container, as far as it takes part."""
+
+    sandbox: str
+    pid: int  # of dsec-init
+    cgroup: str
+    uid_base: int
+    upper: Upper | None  # None: in memory
+    layers: tuple[str, ...]  # digests, bottom first
+    defaults: Config
+
+
+def open_upper(subject: Subject) -> int:
+    """Return a descriptor of the upper's directory. It must be alive and stay so."""
+    if subject.upper is not None:
+        path = Path(subject.upper.dir) / UPPER
+    else:
+        path = processes.descriptor(subject.pid, FD_UPPER) / UPPER
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+async def pack_diff(
+    layers: ContainerLayers, driver: TreeDriver, subject: Subject, args: PackArgs
+) -> Packed:
+    """Make the layer and name it. Raises what the freeze, the writer and the store raise."""
+    frozen = 0.0
+    reports: list[Report] = []
+    rules = (*IDENTITY, *(RESIDUE if args.clean else ()), *(Rule(path) for path in args.omit))
+
+    @contextlib.asynccontextmanager
+    async def hold() -> AsyncIterator[None]:
+        nonlocal frozen
+        await driver.freeze(subject.cgroup)
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            frozen = time.monotonic() - begun
+            await driver.thaw(subject.cgroup)
+
+    upper = open_upper(subject)
+    gate = Gate()
+
+    def read(sink: Sink) -> Sequence[Node]:
+        root, report = read_upper(upper, subject.uid_base, sink, residue=rules, check=gate.check)
+        reports[:] = [report]
+        return [root]
+
+    recipe = Recipe(
+        kind=names.kind(names.normalise(args.name)),
+        config=_config(subject, args),
+        parents=subject.layers,
+        origin=Origin(
+            source=f"sandbox {subject.sandbox}", builder=args.builder, created_at=time.time()
+        ),
+    )
+    try:
+        made = await layers.library.make(args.name, read, recipe, args.replace, gate, hold)
+    finally:
+        os.close(upper)
+    return Packed(
+        name=made.name,
+        digest=made.digest,
+        size_bytes=made.manifest.content_bytes,
+        entries=made.manifest.entries,
+        frozen_ms=round(frozen * 1e3, 3),
+        notes=reports[0].notes(),
+    )
+
+
+def _config(subject: Subject, args: PackArgs) -> Config:
+    if args.config is None:
+        return subject.defaults
+    return override(subject.defaults, Config(**msgspec.structs.asdict(args.config)))
