@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from libdsec.model_layers import Checkpoint as Checkpoint
+from libdsec.model_layers import CheckpointRef as CheckpointRef
 from libdsec.model_layers import CollectArgs as CollectArgs
 from libdsec.model_layers import Collected as Collected
 from libdsec.model_layers import ImageConfig as ImageConfig
@@ -62,7 +64,8 @@ class DSecContainerRunArgs(_Args):
 
     `container_image` names a base layer (``base/debian:12``), a snapshot, a digest, or an image of
     a registry (``docker.io/library/python:3.12``), which is imported at its first use. `workspace`
-    and `toolkits` are layers stacked on top. `init_user`, `workdir` and `env` default to what
+    and `toolkits` are layers stacked on top; `from_checkpoint` (``SANDBOX/CHECKPOINT``) takes the
+    files of another sandbox instead of all three. `init_user`, `workdir` and `env` default to what
     the image says. `ttl_running_stop`
     stops the sandbox after that many seconds without any call from outside; `max_lifetime_s`
     after that many seconds in any case. `cpu_cores_limit` may be fractional. `disk_limit_mb`
@@ -73,6 +76,7 @@ class DSecContainerRunArgs(_Args):
     container_image: str
     workspace: str | None = None
     toolkits: list[str] = []
+    from_checkpoint: str | None = None
     memory_limit_mb: int = 1024
     cpu_cores_limit: float = 1.0
     pids_limit: int = 1024

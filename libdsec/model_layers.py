@@ -87,6 +87,25 @@ class Collected(_Info):
     freed_bytes: int
 
 
+class CheckpointRef(_Args):
+    """op `sandbox.rollback` → `Checkpoint`."""
+
+    id: str
+    checkpoint: str
+
+
+class Checkpoint(_Info):
+    """op `sandbox.checkpoint` (args `SandboxRef`) → `Checkpoint`; `sandbox.checkpoints` → a list.
+
+    `method`: swap, when nothing lived in the sandbox and no data was copied, or copy.
+    """
+
+    id: str
+    method: str
+    created_at: float
+    took_ms: float = 0.0
+
+
 class PackArgs(_Args):
     """op `sandbox.pack_diff` → `Packed`.
 

@@ -6,11 +6,15 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import TypeAlias
+
+import msgspec
 
 from libdsec import execution, forward, model
+from libdsec.batch import Batch
 from libdsec.commands import Commands, Word, exec_args
 from libdsec.connection import ConnectionLost
-from libdsec.errors import AlreadyExists, NotFound
+from libdsec.errors import AlreadyExists, DSecError, Internal, NotFound
 from libdsec.execution import TextCallback, text_sink
 from libdsec.files import Files
 from libdsec.forward import ForwardServer
@@ -18,6 +22,8 @@ from libdsec.link import Link
 from libdsec.pty import Pty
 from libdsec.result import CommandResult
 from libdsec.session import Session
+
+Checkpoints: TypeAlias = list[model.Checkpoint]
 
 
 class Sandbox:
@@ -185,6 +191,65 @@ class Sandbox:
             "sandbox.set_timeout", args, model.SandboxInfo, retry=True
         )
         return self._info
+
+    async def checkpoint(self) -> model.Checkpoint:
+        """Remember the files as they are, to come back to by `rollback` or to `branch` from.
+
+        Takes milliseconds when no process lives in the sandbox; else the changes are copied while
+        its processes stand still. Memory of processes is not part of it. A checkpoint lasts as
+        long as the sandbox.
+        """
+        ref = model.SandboxRef(id=self.id)
+        return await self._link.call("sandbox.checkpoint", ref, model.Checkpoint)
+
+    async def checkpoints(self) -> Checkpoints:
+        """Return the sandbox's checkpoints, the oldest first."""
+        ref = model.SandboxRef(id=self.id)
+        return await self._link.call("sandbox.checkpoints", ref, list[model.Checkpoint], retry=True)
+
+    async def rollback(self, checkpoint: str | model.Checkpoint) -> model.Checkpoint:
+        """End every process and session, and put the files back as they were at `checkpoint`.
+
+        Later checkpoints stay. Raises `NotFound`, and `WrongState` while files are transferred or
+        watched.
+        """
+        name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
+        args = model.CheckpointRef(id=self.id, checkpoint=name)
+        return await self._link.call("sandbox.rollback", args, model.Checkpoint)
+
+    async def branch(
+        self, count: int = 1, checkpoint: str | model.Checkpoint | None = None
+    ) -> Sequence[Sandbox]:
+        """Return `count` new sandboxes that begin with this one's files, and go their own ways.
+
+        From `checkpoint`, or from the present. They share all that is not changed, and outlive
+        this sandbox. Limits and options are this one's. Raises the first error, and then leaves
+        none.
+        """
+        if checkpoint is None:
+            checkpoint = await self.checkpoint()
+        name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
+        info = await self._link.call(
+            "sandbox.get", model.SandboxRef(id=self.id), model.SandboxInfo, retry=True
+        )
+        if info.args is None:
+            raise Internal("the daemon did not say what the sandbox is made of")
+        args = msgspec.structs.replace(
+            info.args, from_checkpoint=f"{self.id}/{name}", hostname=None
+        )
+        batch = Batch(self._link, args, count, None)
+        made: list[Sandbox] = []
+        try:
+            while (one := await batch.next()) is not None:
+                if isinstance(one, DSecError):
+                    raise one
+                made.append(Sandbox(self._link, one))
+        except BaseException:
+            batch.abandon()
+            for sandbox in made:
+                self._link.post("sandbox.stop", model.SandboxRef(id=sandbox.id))
+            raise
+        return made
 
     async def pack_diff(
         self,

@@ -55,6 +55,7 @@ from libdsec.files import (
 )
 from libdsec.layers import ImportCallback, LayerInfos
 from libdsec.result import CommandResult
+from libdsec.sandbox import Checkpoints
 from libdsec.transfer import Progress
 from libdsec.watch import EventCallback, FileEvent
 

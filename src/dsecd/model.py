@@ -67,6 +67,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     image: str
     workspace: str = ""
     toolkits: tuple[str, ...] = ()
+    checkpoint: str = ""  # SANDBOX/CHECKPOINT to begin from, instead of image and so on
     memory_bytes: int
     cpu_cores: float
     pids: int

@@ -72,6 +72,9 @@ class Operations:
             ("layer.remove", model.LayerRef, self.layer_remove, False),
             ("layer.collect", model.CollectArgs, self.layer_collect, False),
             ("sandbox.pack_diff", model.PackArgs, self.pack_diff, False),
+            ("sandbox.checkpoint", model.SandboxRef, self.checkpoint, False),
+            ("sandbox.checkpoints", model.SandboxRef, self.checkpoints, True),
+            ("sandbox.rollback", model.CheckpointRef, self.rollback, False),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
 
@@ -153,6 +156,16 @@ class Operations:
         if not args.builder:
             args = msgspec.structs.replace(args, builder=_owner(call))
         return await snapshots.pack_diff(self._manager, args)
+
+    async def checkpoint(self, call: LocalCall, args: model.SandboxRef) -> model.Checkpoint:
+        return await snapshots.checkpoint(self._manager, args.id)
+
+    def checkpoints(self, call: LocalCall, args: model.SandboxRef) -> list[model.Checkpoint]:
+        handle = self._manager.get(args.id).handle
+        return self._manager.backend.checkpoints(handle) if handle is not None else []
+
+    async def rollback(self, call: LocalCall, args: model.CheckpointRef) -> model.Checkpoint:
+        return await snapshots.rollback(self._manager, args.id, args.checkpoint)
 
     async def metrics(self, call: LocalCall, args: model.SandboxRef) -> model.Metrics:
         return await self._manager.metrics(args.id)

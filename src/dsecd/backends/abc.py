@@ -35,14 +35,22 @@ pty=False)``. The engine never asks for a backend's name: it reads its capabilit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
 
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death, Spec
-from libdsec.model import Collected, Feature, LayerImport, LayerInfo, PackArgs, Packed
+from libdsec.model import (
+    Checkpoint,
+    Collected,
+    Feature,
+    LayerImport,
+    LayerInfo,
+    PackArgs,
+    Packed,
+)
 
 HANDLE_VERSION = 2
 
@@ -124,6 +132,9 @@ class Listener(Protocol):
     def oom(self, sandbox: str, kills: int) -> None: ...
 
 
+Save = Callable[[Handle], Awaitable[None]]
+
+
 class Layers(Protocol):
     """Layers a backend can start from."""
 
@@ -177,6 +188,17 @@ class Backend(Protocol):
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         """Save what a running sandbox changed as a layer. Raises `AlreadyExists`, `Exhausted`."""
+
+    async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
+        """Remember the present files. `save` journals the handle as it is then, more than once.
+
+        Raises `Exhausted`, `Internal`.
+        """
+
+    async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
+        """End every process and go back to a checkpoint. Raises `NotFound`, `WrongState`."""
+
+    def checkpoints(self, handle: Handle) -> list[Checkpoint]: ...
 
     def pools(self) -> Mapping[str, float]:
         """Depth of each pool, for metrics."""

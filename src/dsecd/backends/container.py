@@ -13,12 +13,20 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Usage
+from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel
+from dsecd.backends.container_checkpoints import (
+    FD_UPPER,
+    Checkpoints,
+    branch,
+    describe,
+    find,
+    stack,
+)
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_pack import Subject, pack_diff
@@ -37,7 +45,8 @@ from dsecd.host.plan import DestroyPlan
 from dsecd.host.spawner import Spawned
 from dsecd.images.local import Local
 from dsecd.model import Death, Spec
-from libdsec.errors import DSecError, Internal, Unavailable
+from libdsec import model
+from libdsec.errors import DSecError, Internal, NotFound, Unavailable
 from libdsec.model import Feature, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.container")
@@ -56,11 +65,13 @@ class ContainerBackend:
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=5
         )
         self._host = ContainerHost(config)
+        self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
         self._holdings: dict[str, Holding] = {}
         self._listener: Listener | None = None
 
     async def start(self, listener: Listener) -> None:
         self._listener = listener
+        self._checkpoints.start()
         await self._host.start()
 
     async def close(self) -> None:
@@ -70,26 +81,39 @@ class ContainerBackend:
                 os.close(holding.pidfd)
                 holding.pidfd = -1
         idle = not self._holdings
+        self._checkpoints.close(leave_nothing=idle)
         await self._host.close(leave_nothing=idle)
         self._holdings.clear()
 
     # --- create ---------------------------------------------------------------------------------
 
     def located(self, spec: Spec) -> bool:
-        return self._host.layers.recall(spec) is not None
+        return bool(spec.checkpoint) or self._host.layers.recall(spec) is not None
 
     async def locate(self, spec: Spec) -> None:
         await self._host.layers.locate(spec)
 
-    def prepare(self, sandbox: str, spec: Spec) -> Handle:
-        host = self._host
-        located = host.layers.recall(spec)
+    def _stack(self, holding: Holding, spec: Spec) -> tuple[Local, ...]:
+        """Note what a checkpoint or an environment brings; return the layers, bottom first."""
+        if spec.checkpoint:
+            name, _, checkpoint = spec.checkpoint.rpartition("/")
+            origin = self._holdings.get(name)
+            if origin is None:
+                raise NotFound(f"no sandbox {name!r} on this host to branch from", id=name)
+            holding.defaults = origin.defaults
+            holding.roots = branch(origin.roots, checkpoint)
+            return tuple(origin.layers)
+        located = self._host.layers.recall(spec)
         if located is None:
             raise Unavailable("the layers were not located; try again")
-        holding = Holding(sandbox)
         holding.defaults = located.config
+        return located.layers
+
+    def prepare(self, sandbox: str, spec: Spec) -> Handle:
+        host = self._host
+        holding = Holding(sandbox)
         try:
-            for layer in located.layers:
+            for layer in self._stack(holding, spec):
                 self._mount(layer)
                 holding.layers.append(layer)
             holding.range = host.ranges.acquire()
@@ -102,6 +126,7 @@ class ContainerBackend:
         except BaseException:
             self._give_back_pooled(holding)
             raise
+        self._checkpoints.hold(holding)
         self._holdings[sandbox] = holding
         return holding.handle()
 
@@ -115,6 +140,7 @@ class ContainerBackend:
     def release(self, handle: Handle) -> None:
         holding = self._holdings.pop(handle.sandbox, None)
         if holding is not None:
+            self._checkpoints.forget(holding)
             self._give_back_pooled(holding)
 
     async def create(self, handle: Handle, spec: Spec) -> Instance:
@@ -141,8 +167,12 @@ class ContainerBackend:
         slot = await host.spawners.reserve()
         try:
             plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
-            with host.mounts.lowers([layer.digest for layer in holding.layers]) as lowers:
-                fds = [holding.range.userns_fd, holding.netns.fd, *lowers]
+            saved, base = holding.roots.saved, holding.range.uid_base
+            with (
+                host.mounts.lowers([layer.digest for layer in holding.layers]) as lowers,
+                self._checkpoints.lowers(saved, base) as uppers,
+            ):
+                fds = [holding.range.userns_fd, holding.netns.fd, *lowers, *uppers]
                 spawned = await host.spawners.create(plan, fds, slot)
         except BaseException:
             host.spawners.cancel(slot)
@@ -160,7 +190,8 @@ class ContainerBackend:
             uid_base=holding.range.uid_base,
             owner_uid=holding.range.owner_uid,
             cgroup=holding.cgroup.path,
-            lowers=len(holding.layers),
+            lowers=len(holding.layers) + len(holding.roots.saved),
+            raw_lowers=len(holding.roots.saved),
             writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
             upper=holding.upper,
             attachment=holding.attachment,
@@ -299,9 +330,8 @@ class ContainerBackend:
         if holding.netns is not None:
             host.netns.release(holding.netns, clean)
             holding.netns = None
-        if holding.upper is not None:
-            await host.uppers.release(holding.upper)
-            holding.upper = None
+        await self._checkpoints.let_go(holding)
+        holding.upper = None
         self._give_back_pooled(holding)
 
     def _give_back_pooled(self, holding: Holding) -> None:
@@ -319,7 +349,8 @@ class ContainerBackend:
     def _find(self, handle: Handle) -> Holding:
         """Return what is left of a container that this daemon did not make."""
         held, holding = _decode(handle), Holding(handle.sandbox)
-        holding.upper = held.upper
+        holding.upper, holding.roots = held.upper, held.roots
+        self._checkpoints.hold(holding)
         holding.pidfd = self._open_init(handle.sandbox, held.pid)
         with contextlib.suppress(DSecError):
             holding.range = self._host.ranges.reserve(held.range_index)
@@ -356,7 +387,9 @@ class ContainerBackend:
             holding.layers.append(layer)
         holding.upper, holding.upper_bytes = held.upper, held.upper_bytes
         holding.attachment, holding.cpus = held.attachment, held.cpus
-        holding.defaults = held.defaults
+        holding.defaults, holding.roots = held.defaults, held.roots
+        self._checkpoints.hold(holding)
+        self._checkpoints.settle(holding)
         host.cpu_load.bind(held.cpus)
         holding.netns = host.netns.adopt(held.pid)
         if held.slot and host.driver.slots is not None:
@@ -375,7 +408,8 @@ class ContainerBackend:
             holding = self._holdings[name]
             if self._listener is not None:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
-        swept = await self._host.sweep(known)
+        swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
+        swept += self._checkpoints.sweep()
         self._host.start_pools()
         return swept
 
@@ -393,7 +427,7 @@ class ContainerBackend:
         if holding.upper is not None:
             disk = host.uppers.usage(holding.upper)
         else:
-            disk = processes.root_used_bytes(holding.pid)
+            disk = processes.used_bytes(holding.pid, FD_UPPER)
         return Usage(
             memory_bytes=found.memory_bytes,
             cpu_usage_s=found.cpu_usage_s,
@@ -417,8 +451,27 @@ class ContainerBackend:
             upper=holding.upper,
             layers=tuple(layer.digest for layer in holding.layers),
             defaults=holding.defaults,
+            below=tuple((saved.path, saved.uid_base) for saved in stack(holding.roots)),
         )
         return await pack_diff(self._host.layers, self._host.driver, subject, args)
+
+    async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
+        holding = self._holdings[handle.sandbox]
+        made, took = await self._checkpoints.checkpoint(holding, self._saver(holding, save))
+        return describe(made, took)
+
+    async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> model.Checkpoint:
+        holding = self._holdings[handle.sandbox]
+        target = find(holding.roots, checkpoint)
+        saver = self._saver(holding, save)
+        return describe(target, await self._checkpoints.rollback(holding, checkpoint, saver))
+
+    def checkpoints(self, handle: Handle) -> list[model.Checkpoint]:
+        made = self._holdings[handle.sandbox].roots.checkpoints
+        return [describe(checkpoint, 0.0) for checkpoint in made]
+
+    def _saver(self, holding: Holding, save: Save) -> Callable[[], Awaitable[None]]:
+        return lambda: save(holding.handle())
 
     def oom_kills(self, handle: Handle) -> int:
         holding = self._holdings.get(handle.sandbox)

@@ -17,7 +17,43 @@ from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 
 
-class Held(msgspec.Struct, kw_only=True):
+class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An upper that is immutable now: where it is, whose ids it has, on disk in whose volume."""
+
+    path: str
+    uid_base: int
+    volume: Upper | None = None
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A state of the files to come back to: paths of saved uppers, the oldest first."""
+
+    id: str
+    stack: tuple[str, ...]
+    method: str
+    created_at: float
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A swap of roots under way: it has happened when commands enter namespace `mount_ns`."""
+
+    mount_ns: int
+    stack: tuple[str, ...]
+    upper_dir: str
+
+
+class Roots(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What lies between a container's layers and its present upper, and what else was saved."""
+
+    saved: list[Saved] = []
+    stack: tuple[str, ...] = ()
+    checkpoints: list[Checkpoint] = []
+    serial: int = 0
+    upper_dir: str = ""  # of the present upper on disk, "" for the first one
+    pending: Pending | None = None
+
+
+class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The journalled part of a holding."""
 
     range_index: int
@@ -29,6 +65,7 @@ class Held(msgspec.Struct, kw_only=True):
     pid: int = 0
     upper_bytes: int = 0
     defaults: Config = Config()
+    roots: Roots = msgspec.field(default_factory=Roots)
 
 
 class Holding:
@@ -36,7 +73,7 @@ class Holding:
 
     __slots__ = (
         "attachment", "cgroup", "channel", "cpus", "defaults", "layers", "netns", "pid", "pidfd",
-        "range", "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "range", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -46,6 +83,7 @@ class Holding:
         self.defaults = Config()  # of the environment
         self.upper: Upper | None = None
         self.upper_bytes = 0
+        self.roots = Roots()
         self.cpus: tuple[int, ...] = ()
         self.netns: Netns | None = None
         self.attachment: Attachment | None = None
@@ -69,6 +107,7 @@ class Holding:
             pid=self.pid,
             upper_bytes=self.upper_bytes,
             defaults=self.defaults,
+            roots=self.roots,
         )
         return Handle(
             sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)

@@ -148,8 +148,11 @@ class ContainerHost:
             looks += 1
             await asyncio.sleep(HOUSE_S)
 
-    async def sweep(self, known: Collection[str]) -> list[str]:
-        """Remove what carries our names and belongs to no sandbox of `known`."""
+    async def sweep(self, known: Collection[str], volumes: Collection[str]) -> list[str]:
+        """Remove what carries our names and belongs to no sandbox of `known`.
+
+        `volumes` are directories of disk uppers that are needed though their sandbox is gone.
+        """
         found: dict[str, str] = {}
         for name in self.driver.list_sandboxes():
             found.setdefault(name, "cgroup")
@@ -163,7 +166,7 @@ class ContainerHost:
                 runtime_dir=runtime_dir(self.template, name),
             )
             await self.spawners.destroy(plan)
-        uppers = await self.uppers.sweep(known)
+        uppers = await self.uppers.sweep(known, volumes)
         return [*stale.values(), *uppers]
 
     def depths(self) -> Mapping[str, float]:

@@ -45,6 +45,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     upper: Upper | None  # None: in memory
     layers: tuple[str, ...]  # digests, bottom first
     defaults: Config
+    below: tuple[tuple[str, int], ...] = ()  # saved uppers and whose ids they have, oldest first
 
 
 def open_upper(subject: Subject) -> int:
@@ -79,9 +80,13 @@ async def pack_diff(
     gate = Gate()
 
     def read(sink: Sink) -> Sequence[Node]:
-        root, report = read_upper(upper, subject.uid_base, sink, residue=rules, check=gate.check)
-        reports[:] = [report]
-        return [root]
+        uppers: list[tuple[Path | int, int]] = [(Path(p), base) for p, base in subject.below]
+        uppers.append((upper, subject.uid_base))
+        found = [
+            read_upper(each, base, sink, residue=rules, check=gate.check) for each, base in uppers
+        ]
+        reports[:] = [report for _, report in found]
+        return [root for root, _ in found]
 
     recipe = Recipe(
         kind=names.kind(names.normalise(args.name)),
@@ -101,7 +106,7 @@ async def pack_diff(
         size_bytes=made.manifest.content_bytes,
         entries=made.manifest.entries,
         frozen_ms=round(frozen * 1e3, 3),
-        notes=reports[0].notes(),
+        notes=[note for report in reports for note in report.notes()],
     )
 
 

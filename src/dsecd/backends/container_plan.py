@@ -46,6 +46,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     owner_uid: int
     cgroup: str
     lowers: int
+    raw_lowers: int = 0
     writes: tuple[FileWrite, ...] = ()
     upper: Upper | None = None
     attachment: Attachment | None = None
@@ -93,6 +94,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
     return ContainerPlan(
         sandbox=given.sandbox,
         lowers=given.lowers,
+        raw_lowers=given.raw_lowers,
         uid_base=given.uid_base,
         owner_uid=given.owner_uid,
         cgroup=given.cgroup,

@@ -15,7 +15,16 @@ from typing import Any
 
 import msgspec
 
-from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Receiver, Usage
+from dsecd.backends.abc import (
+    Capabilities,
+    Handle,
+    Instance,
+    Layers,
+    Listener,
+    Receiver,
+    Save,
+    Usage,
+)
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death, Spec
 from libdsec import wire
@@ -31,6 +40,7 @@ from libdsec.errors import (
     to_wire,
 )
 from libdsec.model import (
+    Checkpoint,
     Collected,
     CommandInfo,
     CommandResult,
@@ -371,6 +381,15 @@ class FakeBackend:
     async def usage(self, handle: Handle) -> Usage:
         sandbox = self.sandboxes[handle.sandbox]
         return Usage(oom_kills=sandbox.oom_kills, disk_bytes=sum(map(len, sandbox.files.values())))
+
+    async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
+        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+
+    async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
+        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+
+    def checkpoints(self, handle: Handle) -> list[Checkpoint]:
+        return []
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         raise Unsupported("the fake backend keeps no layers", reason="fake")

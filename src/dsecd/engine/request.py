@@ -55,6 +55,7 @@ def _checked(encoded: bytes) -> Spec:
         image=args.container_image,
         workspace=args.workspace or "",
         toolkits=tuple(args.toolkits),
+        checkpoint=args.from_checkpoint or "",
         memory_bytes=args.memory_limit_mb * MIB,
         cpu_cores=args.cpu_cores_limit,
         pids=args.pids_limit,
@@ -74,6 +75,9 @@ def _checked(encoded: bytes) -> Spec:
 
 def _check_limits(args: DSecContainerRunArgs) -> None:
     _require(bool(args.container_image), "container_image", "a layer's name or digest is required")
+    if args.from_checkpoint is not None:
+        form = re.fullmatch(r"[a-z0-9-]+/[a-z0-9]+", args.from_checkpoint) is not None
+        _require(form, "from_checkpoint", "SANDBOX/CHECKPOINT is required")
     _require(all(args.toolkits), "toolkits", "each is a layer's name or digest")
     _require(
         args.memory_limit_mb >= MIN_MEMORY_MB, "memory_limit_mb", f"at least {MIN_MEMORY_MB} MiB"

@@ -23,9 +23,8 @@ class Sandbox:
     __slots__ = (
         "address", "address6", "args", "backend", "calls", "channel", "claim_deadline", "claims",
         "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
-        "idle_since", "key",
-        "lifetime_end", "node", "notes", "oom_kills", "owner", "ready", "reason", "spec", "started",
-        "state", "task", "waiters",
+        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "ready",
+        "reason", "saving", "spec", "started", "state", "task", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +56,7 @@ class Sandbox:
         self.gone: asyncio.Future[None] = loop.create_future()  # all resources are given back
         self.error: DSecError | None = None  # of its create
         self.task: asyncio.Task[None] | None = None  # building or freeing
+        self.saving: asyncio.Lock | None = None  # one checkpoint, rollback or pack at a time
 
     def move(self, action: Action) -> None:
         """Take the transition `action`. Raises `WrongState`."""

@@ -1,22 +1,64 @@
-"""Saving what a sandbox did, through the engine: it must run, and is not idle meanwhile."""
+"""Saving what a sandbox did, through the engine: it must run, and is not idle meanwhile.
+
+One of these at a time per sandbox: each stands on what the one before it left.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
 from dsecd import log
+from dsecd.backends.abc import Handle
 from dsecd.engine.manager import Manager
+from dsecd.engine.sandbox import Sandbox
 from libdsec.errors import WrongState
-from libdsec.model import PackArgs, Packed
+from libdsec.model import Checkpoint, PackArgs, Packed
 
 
 async def pack_diff(manager: Manager, args: PackArgs) -> Packed:
     """Return the layer made of the sandbox's changes. Raises `NotFound`, `WrongState`."""
-    sandbox = manager.enter(args.id)
-    try:
-        if sandbox.handle is None:
-            raise WrongState(f"sandbox {args.id} is {sandbox.state}", state=sandbox.state)
-        with log.about(sandbox.id):
-            packed = await manager.backend.pack_diff(sandbox.handle, args)
-    finally:
-        manager.leave(sandbox)
+    async with _exclusive(manager, args.id) as (sandbox, handle):
+        packed = await manager.backend.pack_diff(handle, args)
     manager.events.emit(sandbox.id, "packed", name=packed.name, digest=packed.digest)
     return packed
+
+
+async def checkpoint(manager: Manager, name: str) -> Checkpoint:
+    """Remember the sandbox's files. Raises `NotFound`, `WrongState`, `Exhausted`."""
+    async with _exclusive(manager, name) as (sandbox, handle):
+        made = await manager.backend.checkpoint(handle, lambda now: _save(manager, sandbox, now))
+    manager.events.emit(sandbox.id, "checkpoint", checkpoint=made.id, method=made.method)
+    return made
+
+
+async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoint:
+    """End the sandbox's processes and put its files back. Raises `NotFound`, `WrongState`."""
+    async with _exclusive(manager, name) as (sandbox, handle):
+        made = await manager.backend.rollback(
+            handle, checkpoint_id, lambda now: _save(manager, sandbox, now)
+        )
+    manager.events.emit(sandbox.id, "rollback", checkpoint=made.id)
+    return made
+
+
+async def _save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
+    sandbox.handle = handle
+    if sandbox.state == "running":
+        await manager.journal.write(sandbox.row("running"))
+
+
+@contextlib.asynccontextmanager
+async def _exclusive(manager: Manager, name: str) -> AsyncIterator[tuple[Sandbox, Handle]]:
+    sandbox = manager.enter(name)
+    try:
+        if sandbox.saving is None:
+            sandbox.saving = asyncio.Lock()
+        async with sandbox.saving:
+            if sandbox.handle is None or sandbox.state != "running":
+                raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
+            with log.about(sandbox.id):
+                yield sandbox, sandbox.handle
+    finally:
+        manager.leave(sandbox)

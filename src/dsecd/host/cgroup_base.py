@@ -65,6 +65,10 @@ class TreeDriver(Driver):
         """Return the host pids of a sandbox, its init included."""
         return self.tree.pids(cgroup.path)
 
+    def command_pids(self, cgroup: SandboxCgroup) -> tuple[int, ...]:
+        """Return the host pids of its commands and sessions, each of which has a group below."""
+        return self.tree.pids(cgroup.path, below=True)
+
     def kill(self, path: str) -> None:
         """SIGKILL everything in `path`, frozen or not. Raises `DSecError`."""
         self.tree.kill(path)

@@ -57,10 +57,12 @@ class SandboxTree:
         """Return the ids of all sandboxes that have a directory."""
         return self.files.directories(self.parent) if self.files.exists(self.parent) else []
 
-    def pids(self, path: str) -> tuple[int, ...]:
-        """Return the host pids in `path` and below; () when it is gone."""
+    def pids(self, path: str, below: bool = False) -> tuple[int, ...]:
+        """Return the host pids in `path` and below, or only below; () when it is gone."""
         found: list[int] = []
         for directory in self._walk(path):
+            if below and directory == path:
+                continue
             try:
                 found += [
                     int(line) for line in self.files.read(f"{directory}/cgroup.procs").split()

@@ -29,13 +29,10 @@ def exited(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def root_used_bytes(pid: int) -> int:
-    """Return the bytes used in the file system that is the root of `pid`, 0 when it is gone.
-
-    An overlay answers statfs(2) for its upper layer. Nothing below the root is looked up.
-    """
+def used_bytes(pid: int, fd: int) -> int:
+    """Return the bytes used in the file system of the open `fd` of `pid`, 0 when it is gone."""
     with contextlib.suppress(OSError):
-        found = os.statvfs(f"/proc/{pid}/root")
+        found = os.statvfs(descriptor(pid, fd))
         return (found.f_blocks - found.f_bfree) * found.f_frsize
     return 0
 

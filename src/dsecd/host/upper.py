@@ -137,11 +137,14 @@ class Uppers:
                 raise
             return 0
 
-    async def sweep(self, known: Collection[str]) -> list[str]:
-        """Remove the uppers of sandboxes not in `known`; return the names of the directories."""
+    async def sweep(self, known: Collection[str], kept_dirs: Collection[str] = ()) -> list[str]:
+        """Remove the uppers of sandboxes not in `known`; return the names of the directories.
+
+        Those in `kept_dirs` stay: others branched off from them.
+        """
         if self._volume is None:
             return []
-        kept = {_directory_name(sandbox) for sandbox in known}
+        kept = {_directory_name(sandbox) for sandbox in known} | {Path(p).name for p in kept_dirs}
         stale = [
             entry
             for entry in self._volume.directory.iterdir()

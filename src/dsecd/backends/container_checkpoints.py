@@ -1,0 +1,434 @@
+"""Checkpoints of running containers: uppers that became immutable, and roots made of them.
+
+A checkpoint swaps the root under a sandbox in which no process but dsec-init lives: the present
+upper becomes the topmost lower of a new overlay with a fresh upper. No data is copied.
+Where something lives or is open, the upper is copied while the sandbox is frozen instead, and the
+root stays.
+
+What was saved is found again by its path, so that it outlives dsecd: the mount of a memory upper
+below `directory`, or a directory in the sandbox's own part of the volume. It is kept for as long as
+a sandbox may need it: its own, or one that branched off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+from dsecd import fastpath
+from dsecd.backends.agent import swap_root
+from dsecd.backends.container_holding import Checkpoint, Holding, Pending, Roots, Saved
+from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_plan import runtime_dir
+from dsecd.host import mountinfo, processes, syscalls
+from dsecd.host.layers import privatise
+from dsecd.host.plan import RerootPlan
+from libdsec import model
+from libdsec.errors import Exhausted, Internal, NotFound, WrongState
+
+logger = logging.getLogger("dsecd.checkpoints")
+FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
+UPPER = "u"  # the upper's directory in its file system
+MAX_STACK = 20  # saved uppers below one another: look-ups slow down with each
+KILL_S = 5.0
+QUIET_S = 2.0
+Save = Callable[[], Awaitable[None]]  # journals the holding as it is now
+
+
+class Checkpoints:
+    """All saved uppers of the host. `directory` is ours."""
+
+    def __init__(self, host: ContainerHost, directory: Path) -> None:
+        self._host, self._directory = host, directory
+        self._users: collections.Counter[str] = collections.Counter()  # of saved uppers, by path
+        self._volumes: collections.Counter[str] = collections.Counter()  # of disk uppers, by path
+        self._shifts: dict[tuple[int, int], int] = {}
+
+    def start(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        privatise(self._directory)
+
+    def close(self, leave_nothing: bool) -> None:
+        for fd in self._shifts.values():
+            os.close(fd)
+        self._shifts.clear()
+        if leave_nothing:
+            for path in list(self._mounted()):
+                fastpath.umount(path)
+            while mountinfo.at(self._directory) is not None:
+                fastpath.umount(self._directory)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    # --- who needs what ---------------------------------------------------------------------------
+
+    def hold(self, holding: Holding) -> None:
+        """Count a holding's saved uppers, and its own volume directory, as used."""
+        self._users.update(saved.path for saved in holding.roots.saved)
+        self._volumes.update(saved.volume.dir for saved in holding.roots.saved if saved.volume)
+        if holding.upper is not None:
+            self._volumes[holding.upper.dir] += 1
+
+    def forget(self, holding: Holding) -> None:
+        """Undo `hold` for a container that was never made."""
+        self._users.subtract(saved.path for saved in holding.roots.saved)
+        self._volumes.subtract(saved.volume.dir for saved in holding.roots.saved if saved.volume)
+        if holding.upper is not None:
+            self._volumes[holding.upper.dir] -= 1
+        holding.roots = Roots()
+
+    async def let_go(self, holding: Holding) -> None:
+        """Remove what only this holding needed; called once its container is gone."""
+        volumes = [saved.volume for saved in holding.roots.saved if saved.volume is not None]
+        if holding.upper is not None:
+            volumes.append(holding.upper)
+        for saved in holding.roots.saved:
+            self._users[saved.path] -= 1
+            if self._users[saved.path] <= 0:
+                del self._users[saved.path]
+                if saved.volume is None:
+                    await asyncio.to_thread(_unmount, Path(saved.path))
+        for volume in volumes:
+            self._volumes[volume.dir] -= 1
+            if self._volumes[volume.dir] <= 0:
+                del self._volumes[volume.dir]
+                await self._host.uppers.release(volume)
+        holding.roots = Roots()
+
+    def kept_volumes(self) -> set[str]:
+        """Return the directories of disk uppers that somebody needs."""
+        return {path for path, users in self._volumes.items() if users > 0}
+
+    def sweep(self) -> list[str]:
+        """Unmount what no sandbox needs: left by a crash. Returns the paths."""
+        kept = {part for path in self._users for part in (path, str(Path(path).parent))}
+        stale = [path for path in self._mounted() if str(path) not in kept]
+        for path in stale:
+            _unmount(path)
+        return [str(path) for path in stale]
+
+    def _mounted(self) -> Iterator[Path]:
+        prefix = os.path.realpath(self._directory) + "/"
+        for mount in mountinfo.mounts():
+            if mount.point.startswith(prefix):
+                yield self._directory / mount.point.removeprefix(prefix)
+
+    # --- lowers -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def lowers(self, saved: Sequence[Saved], uid_base: int) -> Iterator[list[int]]:
+        """Lend mounts of saved uppers, oldest first, for a root of the range at `uid_base`."""
+        with contextlib.ExitStack() as stack:
+            found = []
+            for one in saved:
+                fd = fastpath.open_tree(one.path, clone=True)
+                stack.callback(os.close, fd)
+                if one.uid_base != uid_base:
+                    fastpath.idmap_mount(fd, self._shift(one.uid_base, uid_base))
+                found.append(fd)
+            yield found
+
+    def _shift(self, from_base: int, to_base: int) -> int:
+        """Return a user namespace that shows the one range's files as the other's."""
+        key = (from_base, to_base)
+        if key not in self._shifts:
+            if len(self._shifts) >= 256:
+                os.close(self._shifts.pop(next(iter(self._shifts))))
+            self._shifts[key] = fastpath.make_shift_userns(*key)
+        return self._shifts[key]
+
+    # --- checkpoint -------------------------------------------------------------------------------
+
+    async def checkpoint(self, holding: Holding, save: Save) -> tuple[Checkpoint, float]:
+        """Make the present state of the files one to come back to; also return how long in ms."""
+        if len(holding.roots.stack) >= MAX_STACK:
+            raise Exhausted(
+                f"the sandbox stands on {MAX_STACK} checkpoints; save it with pack_diff and go on "
+                "from there"
+            )
+        begun = time.perf_counter()
+        if self._is_quiet(holding):
+            try:
+                made = await self._swap_in(holding, save)
+            except WrongState:  # something began meanwhile, or is open
+                made = await self._copy(holding, save)
+        else:
+            made = await self._copy(holding, save)
+        return made, (time.perf_counter() - begun) * 1e3
+
+    def _is_quiet(self, holding: Holding) -> bool:
+        assert holding.cgroup is not None
+        return not self._host.driver.command_pids(holding.cgroup)
+
+    async def _swap_in(self, holding: Holding, save: Save) -> Checkpoint:
+        """The present upper becomes a lower. Raises `WrongState` when something is open."""
+        roots = holding.roots
+        saved = self._present(holding)
+        if saved.volume is None:
+            self._attach(holding, saved)
+        stack = (*roots.stack, saved.path)
+        roots.saved.append(saved)
+        self._users[saved.path] += 1
+        if saved.volume is not None:
+            self._volumes[saved.volume.dir] += 1
+        try:
+            await self._enter(holding, stack, save)
+        except BaseException:
+            if roots.stack != stack:
+                await self._drop(roots, saved)
+            raise
+        return await self._remember(holding, stack, "swap", save)
+
+    def _present(self, holding: Holding) -> Saved:
+        """Return what the present upper will be called as a saved one."""
+        assert holding.range is not None
+        roots, base = holding.roots, holding.range.uid_base
+        if holding.upper is not None:
+            directory = roots.upper_dir or holding.upper.dir
+            return Saved(f"{directory}/{UPPER}", base, holding.upper)
+        roots.serial += 1
+        return Saved(str(self._directory / f"{holding.sandbox}-{roots.serial}"), base)
+
+    def _attach(self, holding: Holding, saved: Saved) -> None:
+        """Give the present memory upper a place on the host."""
+        source = processes.descriptor(holding.pid, FD_UPPER) / UPPER
+        fd = fastpath.open_tree(source, clone=True)
+        try:
+            Path(saved.path).mkdir(mode=0o700, exist_ok=True)
+            fastpath.move_mount(fd, saved.path)
+        finally:
+            os.close(fd)
+
+    async def _drop(self, roots: Roots, saved: Saved) -> None:
+        """Undo a checkpoint that was not reached; a directory on disk is still the upper."""
+        roots.saved.remove(saved)
+        self._users[saved.path] -= 1
+        if saved.volume is not None:
+            self._volumes[saved.volume.dir] -= 1
+        else:
+            await asyncio.to_thread(_unmount, Path(saved.path))
+
+    async def _copy(self, holding: Holding, save: Save) -> Checkpoint:
+        """Copy the upper while the sandbox stands still."""
+        assert holding.cgroup is not None
+        assert holding.range is not None
+        roots, driver = holding.roots, self._host.driver
+        roots.serial += 1
+        if holding.upper is not None:
+            place = Path(holding.upper.dir) / f"c{roots.serial}"
+            place.mkdir(mode=0o700)
+        else:
+            place = self._directory / f"{holding.sandbox}-{roots.serial}"
+            place.mkdir(mode=0o700, exist_ok=True)
+            options = f"mode=700,size={holding.upper_bytes}"
+            syscalls.mount("dsec-saved", str(place), "tmpfs", syscalls.MS_NODEV, options)
+        saved = Saved(str(place / UPPER), holding.range.uid_base, holding.upper)
+        source = processes.descriptor(holding.pid, FD_UPPER) / UPPER
+        try:
+            await driver.freeze(holding.cgroup.path)
+            try:
+                await _copy_tree(source, place)
+            finally:
+                await driver.thaw(holding.cgroup.path)
+        except BaseException:
+            await asyncio.to_thread(_discard, place, holding.upper is None)
+            raise
+        roots.saved.append(saved)
+        self._users[saved.path] += 1
+        if saved.volume is not None:
+            self._volumes[saved.volume.dir] += 1
+        return await self._remember(holding, (*roots.stack, saved.path), "copy", save)
+
+    async def _remember(
+        self, holding: Holding, stack: tuple[str, ...], method: str, save: Save
+    ) -> Checkpoint:
+        roots = holding.roots
+        made = Checkpoint(
+            id=f"c{len(roots.checkpoints) + 1}", stack=stack, method=method, created_at=time.time()
+        )
+        roots.checkpoints.append(made)
+        await save()
+        return made
+
+    # --- rollback ---------------------------------------------------------------------------------
+
+    async def rollback(self, holding: Holding, name: str, save: Save) -> float:
+        """End every process and go back to a checkpoint; return how long it took, in ms."""
+        target = find(holding.roots, name)
+        begun = time.perf_counter()
+        deadline = begun + QUIET_S
+        old = holding.roots.upper_dir
+        while True:
+            await self._end_processes(holding)
+            try:
+                await self._enter(holding, target.stack, save)
+                break
+            except WrongState:  # dsec-init has not noticed all ends yet
+                if time.perf_counter() > deadline:
+                    raise
+                await asyncio.sleep(0.001)
+        await save()
+        used = {saved.path for saved in holding.roots.saved}
+        if old and f"{old}/{UPPER}" not in used:
+            await asyncio.to_thread(_discard, Path(old), False)
+        return (time.perf_counter() - begun) * 1e3
+
+    async def _end_processes(self, holding: Holding) -> None:
+        """Kill commands and sessions at once: frozen, so that nobody forks meanwhile."""
+        assert holding.cgroup is not None
+        if self._is_quiet(holding):
+            return
+        driver, path = self._host.driver, holding.cgroup.path
+        await driver.freeze(path)
+        try:
+            for pid in driver.command_pids(holding.cgroup):
+                # frozen: nobody can end and leave its number to another
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        finally:
+            await driver.thaw(path)
+        deadline = time.perf_counter() + KILL_S
+        while not self._is_quiet(holding):
+            if time.perf_counter() > deadline:
+                raise Internal(
+                    f"processes of {holding.sandbox} do not end", sandbox=holding.sandbox
+                )
+            await asyncio.sleep(0.001)
+
+    # --- another root -----------------------------------------------------------------------------
+
+    async def _enter(self, holding: Holding, stack: tuple[str, ...], save: Save) -> None:
+        """Put the sandbox on a root of its layers, `stack` and a fresh upper.
+
+        Journalled before the swap with what tells whether it happened. Raises `WrongState` when
+        something lives or is open inside; then nothing changed.
+        """
+        host, roots = self._host, holding.roots
+        assert holding.range is not None
+        upper_dir = ""
+        if holding.upper is not None:
+            roots.serial += 1
+            upper_dir = f"{holding.upper.dir}/{roots.serial}"
+        by_path = {saved.path: saved for saved in roots.saved}
+        digests = [layer.digest for layer in holding.layers]
+        base = holding.range.uid_base
+        with (
+            host.mounts.lowers(digests) as layers,
+            self.lowers([by_path[path] for path in stack], base) as uppers,
+        ):
+            plan = RerootPlan(
+                sandbox=holding.sandbox,
+                lowers=len(layers) + len(uppers),
+                raw_lowers=len(uppers),
+                uid_base=base,
+                upper_dir=upper_dir,
+                upper_bytes=0 if upper_dir else holding.upper_bytes,
+                upper_project=holding.upper.project if holding.upper is not None else 0,
+            )
+            fds = [holding.pidfd, holding.range.userns_fd, *layers, *uppers]
+            built = await host.spawners.reroot(plan, fds)
+        try:
+            number = os.fstat(built.mount_ns).st_ino
+            roots.pending = Pending(mount_ns=number, stack=stack, upper_dir=upper_dir)
+            await save()
+            agent = f"{runtime_dir(host.template, holding.sandbox)}/agent.sock"
+            await swap_root(agent, built.mount_ns, built.upper)
+        except BaseException:
+            self.settle(holding)
+            if roots.upper_dir != upper_dir and upper_dir:
+                await asyncio.to_thread(_discard, Path(upper_dir), False)
+            raise
+        finally:
+            os.close(built.mount_ns)
+            os.close(built.upper)
+        self.settle(holding)
+
+    def settle(self, holding: Holding) -> None:
+        """Find out whether the swap that was begun has happened."""
+        roots = holding.roots
+        pending, roots.pending = roots.pending, None
+        if pending is None:
+            return
+        try:
+            present = processes.descriptor(holding.pid, FD_MOUNT_NS).stat().st_ino
+        except OSError:
+            return  # it is dead
+        if present == pending.mount_ns:
+            roots.stack, roots.upper_dir = pending.stack, pending.upper_dir
+
+
+def describe(checkpoint: Checkpoint, took_ms: float) -> model.Checkpoint:
+    """Return what a user hears of it."""
+    return model.Checkpoint(
+        id=checkpoint.id,
+        method=checkpoint.method,
+        created_at=checkpoint.created_at,
+        took_ms=round(took_ms, 3),
+    )
+
+
+def stack(roots: Roots) -> list[Saved]:
+    """Return the saved uppers below the present one, the oldest first."""
+    by_path = {saved.path: saved for saved in roots.saved}
+    return [by_path[path] for path in roots.stack]
+
+
+def branch(roots: Roots, name: str) -> Roots:
+    """Return the roots of a sandbox that begins where another one had a checkpoint."""
+    target = find(roots, name)
+    by_path = {saved.path: saved for saved in roots.saved}
+    return Roots(saved=[by_path[path] for path in target.stack], stack=target.stack)
+
+
+def find(roots: Roots, name: str) -> Checkpoint:
+    """Return a checkpoint by its id. Raises `NotFound`."""
+    for checkpoint in roots.checkpoints:
+        if checkpoint.id == name:
+            return checkpoint
+    known = ", ".join(checkpoint.id for checkpoint in roots.checkpoints) or "none"
+    raise NotFound(f"no checkpoint {name!r}; there are: {known}", name=name)
+
+
+async def _copy_tree(source: Path, target: Path) -> None:
+    """Copy the directory `source` into `target` with everything that it has, as cp(1) does."""
+    command = ("cp", "-a", "--reflink=auto", "--sparse=auto", "--", str(source), str(target))
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        _, errors = await process.communicate()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    if process.returncode:
+        text = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        kind = Exhausted if "No space left" in text or "quota" in text else Internal
+        raise kind(f"the checkpoint cannot be copied: {text}")
+
+
+def _unmount(path: Path) -> None:
+    """Unmount what was saved at `path`, or in the file system mounted above it."""
+    if mountinfo.at(path) is None:
+        path = path.parent
+    with contextlib.suppress(fastpath.StepError):
+        fastpath.umount(path)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _discard(directory: Path, mounted: bool) -> None:
+    if mounted:
+        _unmount(directory)
+        return
+    with contextlib.suppress(fastpath.StepError):
+        fastpath.remove_tree(directory)
