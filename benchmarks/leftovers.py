@@ -6,13 +6,18 @@ kills what runs in our cgroups, removes them, and unmounts what is below our run
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 from dsec_bench import cgroups
 
 MNT_DETACH = 2
+PATIENCE_S = 20.0
 RUN = Path("/run")
 TEMPORARY = Path("/var/tmp")  # on a disk: EROFS mounts backed by files refuse tmpfs
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -30,12 +35,39 @@ def unmount_below(directory: Path) -> int:
     return len(inside)
 
 
+def processes_of(name: str) -> set[int]:
+    """Return the processes, but for ours, with a path of the daemon or bench `name` among their
+    arguments: a daemon whose bench was killed, and what serves its blobs and outlives it."""
+    marks = [f"{RUN / name}/".encode(), f"{TEMPORARY / name}-".encode()]
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes()
+                if any(argument.startswith(tuple(marks)) for argument in line.split(b"\0")):
+                    found.add(int(entry.name))
+    return found
+
+
+def end_processes(name: str, patience_s: float = PATIENCE_S) -> int:
+    """End these processes, in order if they do so in time; return how many there were."""
+    first = processes_of(name)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in processes_of(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + patience_s
+        while processes_of(name) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return len(first)
+
+
 def remove(name: str) -> dict[str, int]:
     """Remove all of the daemon or bench called `name`; return what there was, by kind.
 
     Raises `cgroups.CgroupError` when something cannot be killed.
     """
-    killed = cgroups.kill(name)
+    killed = end_processes(name) + cgroups.kill(name)
     mounts = unmount_below(RUN / name)
     groups = cgroups.remove(name)
     counts = {"processes": killed, "mounts": mounts, "cgroups": groups}

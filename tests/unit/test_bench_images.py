@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import urllib.error
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from dsec_bench import leftovers
 from dsec_bench.bench import Context, Options
 from dsec_bench.images import IMAGES, builds, disk, environment, ondemand, parts, server, snapshots
 from dsec_bench.images import selection as choosing
@@ -126,9 +128,30 @@ def test_growth_counts_new_processes_whole() -> None:
     assert disk.growth({1: 100, 2: 50}, {1: 130, 3: 7}) == 37
 
 
-def test_descendants_and_marks_of_processes() -> None:
+def test_descendants_are_found() -> None:
     assert os.getpid() in disk.descendants(os.getppid())
-    assert os.getpid() not in disk.processes_with("python")
+
+
+def test_processes_of_a_daemon_whose_bench_was_killed_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "TEMPORARY", tmp_path)
+    code = "import time; time.sleep(60)"
+    ours, others = (
+        subprocess.Popen([sys.executable, "-c", code, f"{tmp_path}/dsec-bench-{name}-x/config"])
+        for name in ("1-0", "1-01")
+    )
+    try:
+        assert leftovers.processes_of("dsec-bench-1-0") == {ours.pid}
+        ender = threading.Thread(target=ours.wait)  # its parent is this process: it has to reap
+        ender.start()
+        assert leftovers.end_processes("dsec-bench-1-0") == 1
+        ender.join()
+        assert others.poll() is None
+    finally:
+        for process in (ours, others):
+            process.kill()
+            process.wait()
 
 
 def test_hard_links_are_counted_once(tmp_path: Path) -> None:

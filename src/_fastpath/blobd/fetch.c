@@ -7,8 +7,8 @@
 
 #define MILLISECOND 1000000ull
 #define PREFETCH_NS (30000 * MILLISECOND)
-#define FAST_STORE_NS (1 * MILLISECOND)
-#define SLOW_STORE_NS (3 * MILLISECOND)
+#define FAST_STORE_NS (2 * MILLISECOND)
+#define SLOW_STORE_NS (4 * MILLISECOND)
 
 struct prefetch {
     struct blob *blob;

@@ -12,7 +12,7 @@
 #include "blobd/cache.h"
 
 #define DEMAND_THREADS 16
-#define PREFETCH_THREADS 4
+#define PREFETCH_THREADS 16
 #define THREADS_MAX 64
 #define PREFETCHES_MAX 65536u
 

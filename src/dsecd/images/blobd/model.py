@@ -14,7 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fetch_min: int = 128 << 10  # asked for at once around a missing chunk
     fetch_max: int = 1 << 20  # the same on a slow store without a prefetch
     demand_threads: int = 16  # these two only grow while the process lives
-    prefetch_threads: int = 4
+    prefetch_threads: int = 16
 
 
 class Hello(msgspec.Struct, frozen=True):
