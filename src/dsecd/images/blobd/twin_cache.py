@@ -206,9 +206,9 @@ class Cache:
 
     def _window(self) -> int:
         least, most = self.settings.fetch_min, self.settings.fetch_max
-        if self.pending or self.latency_s <= 0.001:
+        if self.pending or self.latency_s <= 0.002:
             return least
-        return max(least, most if self.latency_s > 0.003 else most // 2)
+        return max(least, most if self.latency_s > 0.004 else most // 2)
 
     def _missing(self, blob: Blob, chunk: int) -> bool:
         return chunk not in blob.busy and blob.state(chunk) != PRESENT
