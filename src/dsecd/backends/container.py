@@ -331,7 +331,6 @@ class ContainerBackend:
             host.netns.release(holding.netns, clean)
             holding.netns = None
         await self._checkpoints.let_go(holding)
-        holding.upper = None
         self._give_back_pooled(holding)
 
     def _give_back_pooled(self, holding: Holding) -> None:

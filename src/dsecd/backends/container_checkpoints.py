@@ -31,6 +31,7 @@ from dsecd.backends.container_plan import runtime_dir
 from dsecd.host import mountinfo, processes, syscalls
 from dsecd.host.layers import privatise
 from dsecd.host.plan import RerootPlan
+from dsecd.host.upper import Upper
 from libdsec import model
 from libdsec.errors import Exhausted, Internal, NotFound, WrongState
 
@@ -71,40 +72,57 @@ class Checkpoints:
 
     def hold(self, holding: Holding) -> None:
         """Count a holding's saved uppers, and its own volume directory, as used."""
-        self._users.update(saved.path for saved in holding.roots.saved)
-        self._volumes.update(saved.volume.dir for saved in holding.roots.saved if saved.volume)
+        for saved in holding.roots.saved:
+            self._use(saved)
         if holding.upper is not None:
             self._volumes[holding.upper.dir] += 1
 
     def forget(self, holding: Holding) -> None:
         """Undo `hold` for a container that was never made."""
-        self._users.subtract(saved.path for saved in holding.roots.saved)
-        self._volumes.subtract(saved.volume.dir for saved in holding.roots.saved if saved.volume)
+        for saved in holding.roots.saved:
+            self._unuse(saved)
         if holding.upper is not None:
-            self._volumes[holding.upper.dir] -= 1
+            self._volumes -= collections.Counter([holding.upper.dir])
         holding.roots = Roots()
 
     async def let_go(self, holding: Holding) -> None:
-        """Remove what only this holding needed; called once its container is gone."""
-        volumes = [saved.volume for saved in holding.roots.saved if saved.volume is not None]
+        """Remove what only this holding needed; called once its container is gone.
+
+        After a failure it may be called again: nothing is counted before it is removed.
+        """
+        roots = holding.roots
+        while roots.saved:
+            saved = roots.saved[-1]
+            if self._users[saved.path] == 1 and saved.volume is None:
+                await asyncio.to_thread(_unmount, Path(saved.path))
+            if saved.volume is not None:
+                await self._release_last(saved.volume)
+            self._unuse(roots.saved.pop())
         if holding.upper is not None:
-            volumes.append(holding.upper)
-        for saved in holding.roots.saved:
-            self._users[saved.path] -= 1
-            if self._users[saved.path] <= 0:
-                del self._users[saved.path]
-                if saved.volume is None:
-                    await asyncio.to_thread(_unmount, Path(saved.path))
-        for volume in volumes:
-            self._volumes[volume.dir] -= 1
-            if self._volumes[volume.dir] <= 0:
-                del self._volumes[volume.dir]
-                await self._host.uppers.release(volume)
+            await self._release_last(holding.upper)
+            self._volumes -= collections.Counter([holding.upper.dir])
+            holding.upper = None
         holding.roots = Roots()
+
+    async def _release_last(self, volume: Upper) -> None:
+        """Remove the volume directory if nobody else uses it."""
+        if self._volumes[volume.dir] == 1:
+            await self._host.uppers.release(volume)
+
+    def _use(self, saved: Saved) -> None:
+        self._users[saved.path] += 1
+        if saved.volume is not None:
+            self._volumes[saved.volume.dir] += 1
+
+    def _unuse(self, saved: Saved) -> None:
+        # this operator drops what reaches zero
+        self._users -= collections.Counter([saved.path])
+        if saved.volume is not None:
+            self._volumes -= collections.Counter([saved.volume.dir])
 
     def kept_volumes(self) -> set[str]:
         """Return the directories of disk uppers that somebody needs."""
-        return {path for path, users in self._volumes.items() if users > 0}
+        return set(self._volumes)
 
     def sweep(self) -> list[str]:
         """Unmount what no sandbox needs: left by a crash. Returns the paths."""
@@ -175,9 +193,7 @@ class Checkpoints:
             self._attach(holding, saved)
         stack = (*roots.stack, saved.path)
         roots.saved.append(saved)
-        self._users[saved.path] += 1
-        if saved.volume is not None:
-            self._volumes[saved.volume.dir] += 1
+        self._use(saved)
         try:
             await self._enter(holding, stack, save)
         except BaseException:
@@ -209,10 +225,8 @@ class Checkpoints:
     async def _drop(self, roots: Roots, saved: Saved) -> None:
         """Undo a checkpoint that was not reached; a directory on disk is still the upper."""
         roots.saved.remove(saved)
-        self._users[saved.path] -= 1
-        if saved.volume is not None:
-            self._volumes[saved.volume.dir] -= 1
-        else:
+        self._unuse(saved)
+        if saved.volume is None:
             await asyncio.to_thread(_unmount, Path(saved.path))
 
     async def _copy(self, holding: Holding, save: Save) -> Checkpoint:
@@ -241,9 +255,7 @@ class Checkpoints:
             await asyncio.to_thread(_discard, place, holding.upper is None)
             raise
         roots.saved.append(saved)
-        self._users[saved.path] += 1
-        if saved.volume is not None:
-            self._volumes[saved.volume.dir] += 1
+        self._use(saved)
         return await self._remember(holding, (*roots.stack, saved.path), "copy", save)
 
     async def _remember(
