@@ -257,7 +257,7 @@ async def test_the_command_line(host: Daemon, tmp_path: Path) -> None:
     assert "[2/2] RUN echo v$V >> /opt/f\n" in made.stderr
     (tmp_path / "ws").mkdir()
     (tmp_path / "ws/main").write_text("main\n")
-    await dsec("layer", "import", "--at", "/work", "workspace/w", str(tmp_path / "ws"))
+    await dsec("layer", "import", "--at", "/app", "workspace/w", str(tmp_path / "ws"))
     stack = ("--workspace", "workspace/w", "--toolkit", "toolkit/f:1", IMAGE)
     failed = await dsec("run", "--rm", *stack, "true", code=1)
     assert "was made on top of other layers" in failed.stderr  # the order decides
@@ -273,7 +273,7 @@ async def test_the_command_line(host: Daemon, tmp_path: Path) -> None:
     await dsec("stop", name)
     seen = await dsec(
         "run", "--rm", "--workspace", "workspace/w", "snapshot/s", "sh", "-c",
-        "cat /work/main /opt/f; ls /root",
+        "cat /app/main /opt/f; ls /root",
     )  # fmt: skip
     assert seen.stdout == "main\nfile\nv7\nx\n"
     await dsec("layer", "rm", "snapshot/s", "toolkit/f:1")

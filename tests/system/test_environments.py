@@ -45,7 +45,7 @@ async def shell(sandbox: Sandbox, text: str) -> str:
 
 async def test_workspace_and_toolkits_are_stacked(client: DSecClient, tmp_path: Path) -> None:
     await client.layers.import_(
-        "workspace/app:1", directory(tmp_path, "ws", work__main="app", etc__which="workspace")
+        "workspace/app:1", directory(tmp_path, "ws", app__main="app", etc__which="workspace")
     )
     await client.layers.import_(
         "toolkit/a:1", directory(tmp_path, "a", opt__a="a", etc__which="toolkit a")
@@ -57,7 +57,7 @@ async def test_workspace_and_toolkits_are_stacked(client: DSecClient, tmp_path: 
         container_image=IMAGE, workspace="workspace/app:1", toolkits=["toolkit/a:1", "toolkit/b:1"]
     )
     async with await client.run_container(args) as box:
-        assert await shell(box, "cat /work/main /opt/a /opt/b /etc/which") == "appabtoolkit b"
+        assert await shell(box, "cat /app/main /opt/a /opt/b /etc/which") == "appabtoolkit b"
         assert (await box.run("busybox", "true")).ok  # the base is below
     infos = {info.name: info for info in await client.layers.list()}
     assert set(infos) == {IMAGE, "workspace/app:1", "toolkit/a:1", "toolkit/b:1"}
@@ -189,7 +189,7 @@ async def test_a_new_toolkit_rebuilds_one_layer_for_fifty_workspaces(
         }
 
     for n in range(50):
-        source = directory(tmp_path, f"ws{n}", work__main=f"app {n}", work__data="d" * 50_000)
+        source = directory(tmp_path, f"ws{n}", app__main=f"app {n}", app__data="d" * 50_000)
         await client.layers.import_(f"workspace/app-{n}:1", source)
     await client.layers.import_("toolkit/t:1", directory(tmp_path, "t1", opt__t="one", opt__u="u"))
     before = objects()
@@ -204,7 +204,7 @@ async def test_a_new_toolkit_rebuilds_one_layer_for_fifty_workspaces(
             container_image=IMAGE, workspace=f"workspace/app-{n}:1", toolkits=["toolkit/t:2"]
         )
         async with await client.run_container(args) as box:
-            assert await shell(box, "cat /work/main /opt/t") == f"app {n}two"
+            assert await shell(box, "cat /app/main /opt/t") == f"app {n}two"
 
     await asyncio.gather(*(runs(n) for n in range(50)))
     assert len(objects()["layers"]) == len(before["layers"]) + 1

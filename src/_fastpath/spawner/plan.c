@@ -121,21 +121,46 @@ static bool describes_root(const struct container_plan *plan)
            plan->uid_base;
 }
 
+/* What a creation and a re-rooting share; false: another key. */
+static bool read_root_key(struct mp_reader *reader, struct arena *arena,
+                          struct container_plan *plan, struct mp_bytes key)
+{
+    if (mp_equal(key, "sandbox"))
+        plan->sandbox = text(reader, arena);
+    else if (mp_equal(key, "lowers"))
+        plan->lowers = number(reader);
+    else if (mp_equal(key, "raw_lowers"))
+        plan->raw_lowers = number(reader);
+    else if (mp_equal(key, "uid_base"))
+        plan->uid_base = number(reader);
+    else if (mp_equal(key, "upper_dir"))
+        plan->upper_dir = text(reader, arena);
+    else if (mp_equal(key, "upper_bytes"))
+        plan->upper_bytes = mp_get_u64(reader);
+    else if (mp_equal(key, "upper_project"))
+        plan->upper_project = number(reader);
+    else if (mp_equal(key, "files"))
+        read_files(reader, arena, plan);
+    else if (mp_equal(key, "binds"))
+        read_binds(reader, arena, plan);
+    else if (mp_equal(key, "trace"))
+        plan->trace = mp_get_bool(reader);
+    else if (mp_equal(key, "fail_step"))
+        plan->fail_step = text(reader, arena);
+    else
+        return false;
+    return true;
+}
+
 int read_container_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
 {
     start_container_plan(arena, plan);
     for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
         struct mp_bytes key = mp_get_str(reader);
-        if (mp_equal(key, "sandbox"))
-            plan->sandbox = text(reader, arena);
-        else if (mp_equal(key, "cgroup"))
+        if (read_root_key(reader, arena, plan, key))
+            continue;
+        if (mp_equal(key, "cgroup"))
             plan->cgroup = text(reader, arena);
-        else if (mp_equal(key, "lowers"))
-            plan->lowers = number(reader);
-        else if (mp_equal(key, "raw_lowers"))
-            plan->raw_lowers = number(reader);
-        else if (mp_equal(key, "uid_base"))
-            plan->uid_base = number(reader);
         else if (mp_equal(key, "owner_uid"))
             plan->owner_uid = number(reader);
         else if (mp_equal(key, "writes"))
@@ -144,18 +169,8 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
             plan->runtime_dir = text(reader, arena);
         else if (mp_equal(key, "spool_dir"))
             plan->spool_dir = text(reader, arena);
-        else if (mp_equal(key, "upper_dir"))
-            plan->upper_dir = text(reader, arena);
-        else if (mp_equal(key, "upper_bytes"))
-            plan->upper_bytes = mp_get_u64(reader);
-        else if (mp_equal(key, "upper_project"))
-            plan->upper_project = number(reader);
         else if (mp_equal(key, "dev_tree"))
             plan->dev_tree = text(reader, arena);
-        else if (mp_equal(key, "files"))
-            read_files(reader, arena, plan);
-        else if (mp_equal(key, "binds"))
-            read_binds(reader, arena, plan);
         else if (mp_equal(key, "read_only"))
             plan->read_only_count = texts(reader, arena, plan->read_only);
         else if (mp_equal(key, "masked"))
@@ -166,10 +181,6 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
             read_cpus(reader, plan);
         else if (mp_equal(key, "init_config"))
             plan->init_config = mp_get_bytes(reader);
-        else if (mp_equal(key, "trace"))
-            plan->trace = mp_get_bool(reader);
-        else if (mp_equal(key, "fail_step"))
-            plan->fail_step = text(reader, arena);
         else
             reader->failed = true;
     }
@@ -180,33 +191,9 @@ int read_container_plan(struct mp_reader *reader, struct arena *arena, struct co
 int read_reroot_plan(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
 {
     start_container_plan(arena, plan);
-    for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--) {
-        struct mp_bytes key = mp_get_str(reader);
-        if (mp_equal(key, "sandbox"))
-            plan->sandbox = text(reader, arena);
-        else if (mp_equal(key, "lowers"))
-            plan->lowers = number(reader);
-        else if (mp_equal(key, "raw_lowers"))
-            plan->raw_lowers = number(reader);
-        else if (mp_equal(key, "uid_base"))
-            plan->uid_base = number(reader);
-        else if (mp_equal(key, "upper_dir"))
-            plan->upper_dir = text(reader, arena);
-        else if (mp_equal(key, "upper_bytes"))
-            plan->upper_bytes = mp_get_u64(reader);
-        else if (mp_equal(key, "upper_project"))
-            plan->upper_project = number(reader);
-        else if (mp_equal(key, "files"))
-            read_files(reader, arena, plan);
-        else if (mp_equal(key, "binds"))
-            read_binds(reader, arena, plan);
-        else if (mp_equal(key, "trace"))
-            plan->trace = mp_get_bool(reader);
-        else if (mp_equal(key, "fail_step"))
-            plan->fail_step = text(reader, arena);
-        else
+    for (uint32_t left = mp_get_map(reader); left && !reader->failed; left--)
+        if (!read_root_key(reader, arena, plan, mp_get_str(reader)))
             reader->failed = true;
-    }
     return ended(reader, describes_root(plan));
 }
 
