@@ -24,6 +24,7 @@ from dsec_bench.peers.drivers import PEERS
 from dsec_bench.peers.stage import Stage, StageError, stages
 from dsec_bench.report import Row
 from dsec_bench.rootfs import RootfsError
+from dsec_bench.running import run_parts, said
 from dsec_bench.stats import Round, Summary, interleave, paired_ratio, percentile
 from dsec_bench.toolchain import ToolchainError
 
@@ -88,32 +89,7 @@ class Bed:
 
 def run(context: Context) -> None:
     """Run the chosen parts. What cannot be measured is reported with its reason."""
-    chosen = context.options.parts or tuple(PARTS)
-    context.steps.expect(len(chosen))
-    with contextlib.ExitStack() as stack:
-        try:
-            bed = _bed(context, stack)
-        except EXPECTED as error:
-            for name in FIGURES:
-                context.report.absent(name, f"nothing to measure: {_text(error)}")
-            return
-        for part in chosen:
-            figures, act = PARTS[part]
-            context.steps.now(part)
-            try:
-                act(bed)
-            except EXPECTED as error:
-                context.steps.note(f"{part}: {_text(error)}")
-                for name in figures:
-                    context.report.absent(name, f"{part}: {_text(error)}")
-            context.steps.done()
-
-
-def _text(error: BaseException) -> str:
-    """Say what went wrong; of a group, the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    run_parts(context, PARTS, lambda stack: _bed(context, stack), EXPECTED)
 
 
 def _bed(context: Context, stack: contextlib.ExitStack) -> Bed:
@@ -174,7 +150,7 @@ def _optional(bed: Bed, stack: contextlib.ExitStack, reasons: dict[str, str]) ->
         try:
             made.open()
         except EXPECTED as error:
-            reasons[made.name] = _text(error)
+            reasons[made.name] = said(error)
         else:
             found.append(made)
     return found

@@ -5,37 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from dsec_bench.picture import OURS, THEIRS, draw, empty
 from dsec_bench.report import Report
-
-OURS = "#c44e2b"
-THEIRS = "#8a97a6"
 
 
 def plot(report: Report, path: Path) -> None:
     """Draw four panels into the PNG `path`: peers, concurrency, bursts, growth."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(12, 8), layout="constrained")
-    _peers(axes[0][0], report)
-    _concurrency(axes[0][1], report)
-    _bursts(axes[1][0], report)
-    _growth(axes[1][1], report)
-    machine = report.machine
-    figure.suptitle(
-        f"create → first command → destroy · {machine['cpus']} × {machine['cpu']} · "
-        f"Linux {machine['kernel']}"
-    )
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
-
-
-def _empty(axis: Any, title: str) -> None:
-    axis.set_title(title)
-    axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
-    axis.set_axis_off()
+    panels = (_peers, _concurrency, _bursts, _growth)
+    draw(report, path, "create → first command → destroy", panels, (12, 8))
 
 
 def _peers(axis: Any, report: Report) -> None:
@@ -44,7 +21,7 @@ def _peers(axis: Any, report: Report) -> None:
         (row for row in report.rows if row.series == "peers"), key=lambda row: row.summary.rate
     )
     if not rows:
-        return _empty(axis, title)
+        return empty(axis, title)
     rates = [row.summary.rate for row in rows]
     colours = [OURS if row.name.startswith("dsec") else THEIRS for row in rows]
     bars = axis.barh([row.name for row in rows], rates, color=colours)
@@ -58,7 +35,7 @@ def _concurrency(axis: Any, report: Report) -> None:
     title = "dsec: latency by concurrency, ms"
     rows = [row for row in report.rows if row.series == "concurrency"]
     if not rows:
-        return _empty(axis, title)
+        return empty(axis, title)
     places = range(len(rows))
     for offset, point in enumerate(("p50_ms", "p95_ms", "p99_ms")):
         heights = [getattr(row.summary, point) for row in rows]
@@ -74,7 +51,7 @@ def _bursts(axis: Any, report: Report) -> None:
     title = "bursts: share answered over time"
     bursts = [run for run in report.runs if run["kind"] == "burst" and run["answered_ms"]]
     if not bursts:
-        return _empty(axis, title)
+        return empty(axis, title)
     for run in bursts:
         times = sorted(run["answered_ms"])
         shares = [(index + 1) / run["asked"] for index in range(len(times))]
@@ -89,7 +66,7 @@ def _growth(axis: Any, report: Report) -> None:
     title = "8 in parallel while others live"
     rows = [row for row in report.rows if row.series == "growth"]
     if not rows:
-        return _empty(axis, title)
+        return empty(axis, title)
     live = [int(row.note.split()[0].replace(",", "")) for row in rows]
     axis.plot(live, [row.summary.rate for row in rows], "o-", color=OURS)
     axis.set_ylabel("per second", color=OURS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from dsec_bench.images import builds, distinct, ondemand, shares, snapshots
 from dsec_bench.images.bed import Bed, TaskError, bed
 from dsec_bench.images.environment import EnvironmentError
 from dsec_bench.images.server import ServerError
+from dsec_bench.running import run_parts
 
 from libdsec.errors import DSecError
 
@@ -44,32 +44,8 @@ FIGURES = tuple(figure for figures, _ in PARTS.values() for figure in figures)
 
 def run(context: Context) -> None:
     """Run the chosen parts. What cannot be measured is reported with its reason."""
-    chosen = context.options.parts or tuple(PARTS)
     if context.options.endpoint:
         for name in FIGURES:
             context.report.absent(name, "needs daemons of the bench's own, not --endpoint")
         return
-    context.steps.expect(len(chosen))
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(bed(context))
-        except EXPECTED as error:
-            for name in FIGURES:
-                context.report.absent(name, f"nothing to measure: {_text(error)}")
-            return
-        for part in chosen:
-            figures, act = PARTS[part]
-            try:
-                act(made)
-            except EXPECTED as error:
-                context.steps.note(f"{part}: {_text(error)}")
-                for name in figures:
-                    context.report.absent(name, f"{part}: {_text(error)}")
-            context.steps.done()
-
-
-def _text(error: BaseException) -> str:
-    """Say what went wrong; of a group, the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    run_parts(context, PARTS, lambda stack: stack.enter_context(bed(context)), EXPECTED)

@@ -6,40 +6,17 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dsec_bench.picture import OURS, THEIRS, draw, empty
 from dsec_bench.report import Report, Row
 
-OURS = "#c44e2b"
 LIGHT = "#e3a78f"
-THEIRS = "#8a97a6"
 PALE = "#c5cdd6"
 
 
 def plot(report: Report, path: Path) -> None:
     """Draw six panels into the PNG `path`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(3, 2, figsize=(13, 13), layout="constrained")
-    _times(axes[0][0], report)
-    _bytes(axes[0][1], report)
-    _shares(axes[1][0], report)
-    _burst(axes[1][1], report)
-    _builds(axes[2][0], report)
-    _snapshots(axes[2][1], report)
-    machine = report.machine
-    figure.suptitle(
-        f"environments · {machine['cpus']} × {machine['cpu']} · Linux {machine['kernel']}"
-    )
-    figure.savefig(path, dpi=120, format="png")
-    pyplot.close(figure)
-
-
-def _empty(axis: Any, title: str) -> None:
-    axis.set_title(title)
-    axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
-    axis.set_axis_off()
+    panels = (_times, _bytes, _shares, _burst, _builds, _snapshots)
+    draw(report, path, "environments", panels, (13, 13))
 
 
 def rows_of(report: Report, series: str) -> list[Row]:
@@ -63,7 +40,7 @@ def _times(axis: Any, report: Report) -> None:
     title = "first sandbox of 1 GB, and a task in it, s"
     rows = rows_of(report, "ready and task")[::-1]
     if not rows:
-        return _empty(axis, title)
+        return empty(axis, title)
     names = [row.name for row in rows]
     ready = [row.summary.steps_ms["ready"] / 1e3 for row in rows]
     work = [row.summary.steps_ms["work"] / 1e3 for row in rows]
@@ -81,7 +58,7 @@ def _bytes(axis: Any, report: Report) -> None:
     written = medians(report, "environment run", "way", "written_mib")
     fetched = medians(report, "environment run", "way", "fetched_mib")
     if not written:
-        return _empty(axis, title)
+        return empty(axis, title)
     names = sorted(written, key=lambda name: written[name])
     places = range(len(names))
     dark = axis.barh(
@@ -103,7 +80,7 @@ def _shares(axis: Any, report: Report) -> None:
     title = "share of the image that was fetched"
     runs = [run for run in report.runs if run["kind"] == "share"]
     if not runs:
-        return _empty(axis, title)
+        return empty(axis, title)
     names = [run["name"] + ("" if run["real"] else "\n(replayed)") for run in runs]
     colours = [OURS if run["real"] else LIGHT for run in runs]
     bars = axis.bar(names, [run["share"] * 100 for run in runs], color=colours)
@@ -116,7 +93,7 @@ def _burst(axis: Any, report: Report) -> None:
     seconds = medians(report, "distinct images", "way", "seconds")
     middle = medians(report, "distinct images", "way", "median_s")
     if not seconds:
-        return _empty(axis, title)
+        return empty(axis, title)
     places = range(len(seconds))
     for offset, values, label in ((-0.2, middle, "median image"), (0.2, seconds, "all")):
         bars = axis.bar([p + offset for p in places], list(values.values()), 0.38, label=label)
@@ -130,7 +107,7 @@ def _builds(axis: Any, report: Report) -> None:
     title = "a version of a workspace: MiB of store (log), s"
     runs = [run for run in report.runs if run["kind"] == "build"]
     if not runs:
-        return _empty(axis, title)
+        return empty(axis, title)
     names = list(dict.fromkeys(run["way"] for run in runs))
     for offset, is_first, label in ((0.2, True, "first"), (-0.2, False, "changed")):
         chosen = {
@@ -157,7 +134,7 @@ def _snapshots(axis: Any, report: Report) -> None:
         if row.series in ("pack_diff", "checkpoint", "rollback", "branch")
     ]
     if not rows:
-        return _empty(axis, title)
+        return empty(axis, title)
     names = [f"{row.series}\n{row.name}" for row in rows]
     bars = axis.barh(names, [row.summary.p50_ms for row in rows], color=OURS)
     axis.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
