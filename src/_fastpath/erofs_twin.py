@@ -38,7 +38,7 @@ _RECORD = struct.Struct("<HHIIqIIQIII")
 _ENTRY = struct.Struct("<IB")
 _XATTRS_MAX = 12 + 4 * 0xFFFE
 _TARGET_MAX = 4095
-_IMAGE_MAX = 0xFFFFFFFF * BLOCK
+_ADDRESS_END = 0xFFFFFFFF  # block addresses have 32 bits, and one of them means "none"
 
 Entry = tuple[int, bytes]  # an inode's number and one of its names
 
@@ -48,8 +48,10 @@ class _Inode:
 
     def __init__(self, fields: tuple[int, ...], xattrs: bytes) -> None:
         (self.mode, _, self.uid, self.gid, self.seconds, self.nanoseconds, self.links, self.size,
-         self.rdev, _, self.count) = fields  # fmt: skip
+         self.place, _, self.count) = fields  # fmt: skip
         self.kind = stat.S_IFMT(self.mode)
+        # without indexes: `place` is its only block, counted over all devices
+        self.is_flat = self.kind == stat.S_IFREG and self.size > 0 and not self.count
         self.xattrs = xattrs
         self.body = b""  # chunk indexes or a link's target
         self.entries: list[list[Entry]] = []  # of a directory, by block
@@ -100,7 +102,7 @@ def _read_inode(reader: _Reader, inodes: int) -> _Inode:
         inode.size = (len(inode.entries) - 1) * BLOCK + last
     elif inode.kind == stat.S_IFREG:
         inode.body = reader.take(count * _INDEX_BYTES)
-        good = (count == 0) == (inode.size == 0)
+        good = inode.size <= BLOCK if inode.is_flat else inode.size > 0 or count == 0
     elif inode.kind == stat.S_IFLNK:
         good = 0 < count == inode.size <= _TARGET_MAX
         inode.body = reader.take(count)
@@ -170,6 +172,23 @@ def _place_blocks(inodes: list[_Inode], at: int) -> int:
     return at
 
 
+def _addresses(at: int, devices: list[int]) -> list[int]:
+    """Return the address of each device, given its blocks, and that of the end.
+
+    They follow the image, as far as 32 bits go; the rest share the end, which no file names.
+    Without its devices the kernel takes such an image for one with the blobs behind it and looks
+    there: beyond the end of the image that is EIO, whereas 0 would show the image's own blocks as
+    file content.
+    """
+    addresses = []
+    full = False
+    for blocks in devices:
+        addresses.append(at)
+        full = full or at + blocks > _ADDRESS_END
+        at += 0 if full else blocks
+    return [*addresses, at]
+
+
 def build_erofs(tree: bytes) -> bytes:
     reader = _Reader(tree)
     count, devices, shared_bytes, _ = reader.unpack(_HEADER)
@@ -186,16 +205,16 @@ def build_erofs(tree: bytes) -> bytes:
         at = _place(inode, at)
     shared_at = _align(_place_blocks(inodes, at), BLOCK)
     size = _align(shared_at + len(shared), BLOCK)
-    if size >= _IMAGE_MAX or inodes[0].at // _NID_BYTES > 0xFFFF:
+    if size >= _ADDRESS_END * BLOCK or inodes[0].at // _NID_BYTES > 0xFFFF:
         raise StepError(errno.EFBIG, "plan")
+    addresses = _addresses(size // BLOCK, [blocks for _, blocks in slots])
+    if any(addresses[0] + inode.place >= addresses[-1] for inode in inodes if inode.is_flat):
+        raise _malformed()
 
     image = bytearray(size)
     for number, (tag, blocks) in enumerate(slots):
-        # Without its devices the kernel takes such an image for one with the blobs behind it: it
-        # would look for them at the last of these addresses. Beyond the end of the image that is
-        # EIO, whereas 0 would show the image's own blocks as file content.
         place = _SUPER_AT + _SUPER_BYTES + number * _SLOT_BYTES
-        _SLOT.pack_into(image, place, tag, blocks, size // BLOCK)
+        _SLOT.pack_into(image, place, tag, blocks, addresses[number])
     for number, inode in enumerate(inodes, 1):
         _write_inode(image, number, inode)
         _write_body(image, inode, inodes)
@@ -208,8 +227,10 @@ def build_erofs(tree: bytes) -> bytes:
 
 
 def _write_inode(image: bytearray, number: int, inode: _Inode) -> None:
-    layout, place = _PLAIN, inode.rdev
-    if inode.kind == stat.S_IFREG and inode.body:
+    layout, place = _PLAIN, inode.place
+    if inode.is_flat:
+        place += len(image) // BLOCK
+    elif inode.kind == stat.S_IFREG and inode.body:
         layout, place = _CHUNKS, _CHUNK_FORMAT
     elif inode.blocks:
         place = inode.blocks_at // BLOCK

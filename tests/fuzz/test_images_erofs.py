@@ -44,6 +44,7 @@ def encoded(build: Build) -> bytes:
 def small(sink: ChunkWriter) -> Node:
     root = directory()
     root.children[b"file"] = file(sink, b"content", xattrs={b"user.a": b"b"})
+    root.children[b"chunks"] = file(sink, bytes(65536) + b"content")
     root.children[b"link"] = Node(mode=0o120777, target=b"t" * 4070)
     wide = root.children[b"wide"] = directory()
     wide.children = {b"%d" % n * 60: root.children[b"file"] for n in range(30)}

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from dsecd import fastpath
 from dsecd.host.layers import LayerMounts
 from dsecd.images.chunks import ChunkWriter, Placement, blob_id, decode_index
+from dsecd.images.erofs import encode
 from dsecd.images.erofs.layout import Image, build_image
 from dsecd.images.known import KnownChunks
 from dsecd.images.model import OPAQUE, Node, directory, walk
@@ -57,11 +58,14 @@ class Lab:
         return [self.folder / blob.id for blob in image.blobs]
 
     @contextlib.contextmanager
-    def mounted(self, image: Image, devices: list[Path] | None = None) -> Iterator[Path]:
+    def mounted(
+        self, image: Image, devices: list[Path] | None = None, direct: bool = False
+    ) -> Iterator[Path]:
         path = self.store(image)
         point = self.folder / f"mount{self._count}"
         point.mkdir()
-        fd = fastpath.mount_erofs(path, self.devices(image) if devices is None else devices)
+        given = self.devices(image) if devices is None else devices
+        fd = fastpath.mount_erofs(path, given, direct)
         try:
             fastpath.move_mount(fd, point)
         finally:
@@ -153,6 +157,32 @@ def test_everything_is_shown_as_it_was(lab: Lab) -> None:
             end = os.pread(huge.fileno(), 65537, (5 << 30) - 65536)
             assert end == content(2, 65536)
             assert os.lseek(huge.fileno(), 0, os.SEEK_DATA) == (5 << 30) - 65536
+
+
+def test_blobs_may_be_read_past_the_page_cache(lab: Lab) -> None:
+    root, image = lab.build(everything)
+    with lab.mounted(image, direct=True) as top:
+        compare(root, top)
+
+
+def test_images_that_name_the_blob_of_every_chunk_are_still_read(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores have such ones: files of one block had indexes too."""
+    _, now = lab.build(everything)
+    monkeypatch.setattr(encode, "_FLAT_BYTES", 0)
+    root, before = lab.build(everything)
+    assert before.data != now.data
+    assert before.blobs == now.blobs
+    with lab.mounted(before) as top:
+        compare(root, top)
+
+
+def test_a_file_without_indexes_has_data_up_to_its_end(lab: Lab) -> None:
+    _, image = lab.build(_one_file(b"x" * 4000))
+    with lab.mounted(image) as top, (top / "file").open("rb", 0) as reader:
+        assert os.lseek(reader.fileno(), 100, os.SEEK_DATA) == 100
+        assert os.lseek(reader.fileno(), 100, os.SEEK_HOLE) == 4000
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
@@ -313,13 +343,23 @@ def _one_file(data: bytes) -> Build:
     return build
 
 
-def test_without_its_devices_nothing_of_the_image_shows_as_content(lab: Lab) -> None:
+@pytest.mark.parametrize("size", [7, 4096, 4097, 200_001])
+def test_without_its_devices_nothing_of_the_image_shows_as_content(lab: Lab, size: int) -> None:
     """Such a mount succeeds; reads fail, they do not give blocks of the metadata."""
-    _, image = lab.build(_one_file(b"content"))
+    _, image = lab.build(_one_file(b"x" * size))
     with lab.mounted(image, devices=[]) as top, (top / "file").open("rb", 0) as reader:
         with pytest.raises(OSError, match="Input/output error") as caught:
             reader.read()
         assert caught.value.errno == errno.EIO
+
+
+def test_with_another_number_of_devices_it_is_not_mounted(lab: Lab) -> None:
+    _, image = lab.build(_one_file(b"content"))
+    with (
+        pytest.raises(fastpath.StepError, match="Invalid argument"),
+        lab.mounted(image, devices=lab.devices(image) * 2),
+    ):
+        pass
 
 
 def test_the_mount_code_counts_before_it_mounts(lab: Lab, tmp_path: Path) -> None:
@@ -336,21 +376,36 @@ def test_the_mount_code_counts_before_it_mounts(lab: Lab, tmp_path: Path) -> Non
         mounts.teardown()
 
 
-def test_fsck_agrees(lab: Lab) -> None:
+def test_blobs_behind_their_image_need_no_devices(lab: Lab) -> None:
+    """Every address that the image tells is where the blob would be in one large device."""
+    root, image = lab.build(everything)
+    content = b"".join(path.read_bytes() for path in lab.devices(image))
+    with lab.mounted(Image(image.data + content, []), devices=[]) as top:
+        compare(root, top)
+
+
+def test_fsck_agrees(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """erofs-utils 1.5 knows chunks and devices: it walks all directories and reads all content.
 
-    Its exit status is 0 even for a wrong checksum, so what it says counts.
+    It looks for content without indexes in the image, whichever device has it (later versions do
+    not), so it reads only content that has them. Its exit status is 0 even for a wrong checksum, so
+    what it says counts.
     """
     _, image = lab.build(everything)
-    path = lab.store(image)
-    command = ["fsck.erofs", "--extract", *(f"--device={blob}" for blob in lab.devices(image))]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert fsck(lab, image) == (0, "")
     bad = bytearray(image.data)
     bad[1024 + 40] ^= 1
-    path.write_bytes(bad)
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-    assert "failed to verify superblock checksum" in done.stderr
+    assert "failed to verify superblock checksum" in fsck(lab, Image(bytes(bad), image.blobs))[1]
+    monkeypatch.setattr(encode, "_FLAT_BYTES", 0)
+    _, image = lab.build(everything)
+    assert fsck(lab, image, "--extract") == (0, "")
+
+
+def fsck(lab: Lab, image: Image, *options: str) -> tuple[int, str]:
+    devices = [f"--device={blob}" for blob in lab.devices(image)]
+    command = ["fsck.erofs", *options, *devices, str(lab.store(image))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stderr
 
 
 def test_both_layers_build_what_the_kernel_reads(lab: Lab) -> None:

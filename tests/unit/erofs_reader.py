@@ -55,6 +55,7 @@ class Reader:
             at = slot * 128 + number * 128
             self._claim(at, 128)
             tag, blocks, mapped = struct.unpack_from("<64sII", image, at)
+            assert mapped >= self.blocks  # without its devices: not the image's own blocks
             self.devices.append((tag.rstrip(b"\0").decode(), blocks, mapped))
         self._shared_claimed: set[int] = set()
         self.files: dict[bytes, File] = {}
@@ -134,15 +135,18 @@ class Reader:
     def _body(self, file: File, layout: int, place: int, behind: int) -> None:
         kind = stat.S_IFMT(file.mode)
         if kind == stat.S_IFREG:
-            assert layout == (4 if file.size else 0)
-            if file.size:
-                assert place == 0x24
+            if file.size and layout == 0:
+                file.extents.append(self._device(place, -(-file.size // BLOCK)))
+            elif file.size:
+                assert (layout, place) == (4, 0x24)
                 count = -(-file.size // 65536)
                 data = self._claim(behind + -behind % 8, 8 * count)
                 for advise, device, block in struct.iter_unpack("<HHI", data):
                     hole = (advise, device, block) == (0xFFFF, 0xFFFF, 0xFFFFFFFF)
                     assert hole or (advise == 0 and 0 < device <= len(self.devices))
                     file.extents.append(None if hole else (device, block))
+            else:
+                assert (layout, place) == (0, 0)
         elif kind in (stat.S_IFDIR, stat.S_IFLNK):
             data = self._flat(file.size, layout, place, behind)
             if kind == stat.S_IFLNK:
@@ -154,6 +158,14 @@ class Reader:
             assert layout == 0
             if kind in (stat.S_IFCHR, stat.S_IFBLK):
                 file.rdev = ((place >> 8) & 0xFFF, (place & 0xFF) | ((place >> 12) & 0xFFF00))
+
+    def _device(self, address: int, blocks: int) -> tuple[int, int]:
+        """Return the device at an address and the block in it, as erofs_map_dev() finds it."""
+        for number, (_, length, mapped) in enumerate(self.devices, 1):
+            if mapped <= address < mapped + length:
+                assert address + blocks <= mapped + length
+                return number, address - mapped
+        raise AssertionError(f"block {address} is on no device")
 
     def _flat(self, size: int, layout: int, place: int, behind: int) -> bytes:
         whole = -(-size // BLOCK) if layout == 0 else size // BLOCK

@@ -261,6 +261,88 @@ def test_more_blobs_than_a_mount_takes() -> None:
     assert len(Reader(data).devices) == 200
 
 
+def layouts(data: bytes) -> dict[bytes, int]:
+    """Return the layout of each inode: 0 for one address, 4 for chunk indexes."""
+    files = Reader(data).files
+    return {path: data[file.nid * 32] >> 1 for path, file in files.items()}
+
+
+def test_a_file_of_one_block_needs_no_indexes_and_a_larger_one_keeps_them() -> None:
+    """The kernel reads every page of a file without indexes with a request of its own."""
+
+    def build(sink: ChunkWriter) -> Node:
+        root = directory()
+        for size in (0, 1, 4096, 4097, 65536, 131072):
+            root.children[b"%06d" % size] = file(sink, b"x" * size)
+        root.children[b"zeros"] = file(sink, bytes(4096))
+        return root
+
+    root, placement, _ = made(build)
+    found = layouts(_core.build_erofs(encoded(root, placement)))
+    assert {path: found[path] for path in root.children} == {
+        b"000000": 0, b"000001": 0, b"004096": 0,
+        b"004097": 4, b"065536": 4, b"131072": 4, b"zeros": 4,
+    }  # fmt: skip
+
+
+def test_a_small_file_takes_64_bytes_and_its_name() -> None:
+    def build(sink: ChunkWriter) -> Node:
+        root = directory()
+        root.children = {b"%04d" % number: file(sink, b"%d" % number) for number in range(1024)}
+        return root
+
+    root, placement, _ = made(build)
+    names = 1024 * (12 + 4)
+    assert len(build_image(root, placement).data) <= 4096 + 1024 * 64 + names + 4096
+
+
+def in_blobs(*blocks: int) -> bytes:
+    """Return the encoded tree of files `00`, `01` … of a byte, each at the end of a blob."""
+    root, where, sizes = directory(), {}, {}
+    for number, length in enumerate(blocks):
+        chunk = Chunk(number.to_bytes(32, "little"), 1)
+        blob = f"{number:064x}"
+        where[chunk.digest], sizes[blob] = (blob, length - 1), length * 4096
+        root.children[b"%02d" % number] = chunked(1, chunk)
+    return encode_tree(root, where, sizes)[0]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((1, 2, 3), [0, 0, 0]),
+        ((1, (1 << 31) - 1), [0, 0]),
+        ((1, 1 << 31, 1), [0, 4, 4]),
+        ((0xFFFFFFFF, 1), [4, 4]),
+        ((1, 0xFFFFFFFF, 0xFFFFFFFF, 1), [0, 4, 4, 4]),
+        ((1 << 30, 1 << 30, 1 << 30, 1 << 30, 1 << 30), [0, 0, 4, 4, 4]),
+        ((1,) * 66, [0] * 64 + [4] * 2),
+    ],
+)
+def test_a_blob_that_no_address_tells_or_that_is_far_down_the_table_is_named(
+    blocks: tuple[int, ...], expected: list[int]
+) -> None:
+    tree = in_blobs(*blocks)
+    data = _core.build_erofs(tree)
+    assert data == twin.build_erofs(tree)
+    image = Reader(data)  # finds the device of an address as the kernel does
+    for number, length in enumerate(blocks):
+        assert image.files[b"%02d" % number].extents == [(number + 1, length - 1)]
+    found = layouts(data)
+    assert [found[b"%02d" % number] for number in range(len(blocks))] == expected
+
+
+@pytest.mark.parametrize("layer", [_core, twin], ids=["c", "python"])
+def test_an_address_beyond_all_blobs_is_malformed(layer: Any) -> None:
+    tree = in_blobs(5, 7)
+    size_and_block = struct.pack("<QI", 1, 11)
+    assert tree.count(size_and_block) == 1
+    for size, block, error in ((4096, 11, None), (1, 12, errno.EBADMSG), (4097, 11, errno.EBADMSG)):
+        changed = tree.replace(size_and_block, struct.pack("<QI", size, block))
+        found = outcome(layer, changed)
+        assert (found if isinstance(found, int) else None) == error
+
+
 def outcome(layer: Any, tree: bytes) -> bytes | int | None:
     try:
         return layer.build_erofs(tree)  # type: ignore[no-any-return]

@@ -3,8 +3,10 @@
 #define DSEC_EROFS_DISK_H
 
 #include <endian.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
 
 enum {
     BLOCK_BITS = 12,
@@ -92,6 +94,7 @@ static inline uint64_t align(uint64_t value, uint64_t to)
 /* One inode of the encoded tree. */
 struct record {
     uint16_t mode;
+    uint32_t place; /* a device's number, or the block of a flat file, counted over all devices */
     uint32_t xattr_bytes, count;
     uint64_t size;
     const uint8_t *xattrs, *body;
@@ -102,12 +105,19 @@ static inline struct record read_record(const uint8_t *p)
     struct record record = {
         .mode = get16(p),
         .size = get64(p + 28),
+        .place = get32(p + 36),
         .xattr_bytes = get32(p + 40),
         .count = get32(p + 44),
         .xattrs = p + TREE_RECORD_BYTES,
     };
     record.body = record.xattrs + record.xattr_bytes;
     return record;
+}
+
+/* A file of one block may have no index. */
+static inline bool is_flat(const struct record *record)
+{
+    return S_ISREG(record->mode) && record->size && !record->count;
 }
 
 #endif

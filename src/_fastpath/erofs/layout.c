@@ -6,14 +6,13 @@
 #include "erofs/layout.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <stdlib.h>
-#include <sys/stat.h>
 
 #include "erofs/disk.h"
 
 /* Block addresses have 32 bits, and one of them means "none". */
-#define IMAGE_MAX ((uint64_t)UINT32_MAX << BLOCK_BITS)
+#define ADDRESS_END UINT32_MAX
+#define IMAGE_MAX ((uint64_t)ADDRESS_END << BLOCK_BITS)
 
 struct cursor {
     const uint8_t *p, *end;
@@ -63,7 +62,19 @@ static int measure_directory(struct cursor *cursor, const struct record *record,
     return 0;
 }
 
-static int measure(struct cursor *cursor, uint32_t inodes, struct erofs_inode *inode)
+static int measure_file(struct cursor *cursor, const struct record *record,
+                        struct erofs_plan *plan)
+{
+    if (is_flat(record)) {
+        if (plan->flat <= record->place)
+            plan->flat = (uint64_t)record->place + 1;
+        return record->size <= BLOCK ? 0 : -EBADMSG;
+    }
+    bool possible = record->size || !record->count;
+    return possible && take(cursor, (uint64_t)record->count * INDEX_BYTES) ? 0 : -EBADMSG;
+}
+
+static int measure(struct cursor *cursor, struct erofs_plan *plan, struct erofs_inode *inode)
 {
     inode->record = take(cursor, TREE_RECORD_BYTES);
     if (!inode->record)
@@ -74,11 +85,9 @@ static int measure(struct cursor *cursor, uint32_t inodes, struct erofs_inode *i
         return -EBADMSG;
     inode->size = record.size;
     if (S_ISDIR(record.mode))
-        return measure_directory(cursor, &record, inodes, inode);
+        return measure_directory(cursor, &record, plan->count, inode);
     if (S_ISREG(record.mode))
-        return !record.count == !record.size && take(cursor, (uint64_t)record.count * INDEX_BYTES)
-                   ? 0
-                   : -EBADMSG;
+        return measure_file(cursor, &record, plan);
     if (S_ISLNK(record.mode))
         return record.count && record.count <= TARGET_MAX && record.size == record.count &&
                        take(cursor, record.count)
@@ -132,10 +141,23 @@ static int place_all(struct erofs_plan *plan)
     return root_fits && plan->size < IMAGE_MAX ? 0 : -EFBIG;
 }
 
+/* Give the devices addresses behind the image, one after the other, as far as 32 bits go. */
+static int address_devices(struct erofs_plan *plan)
+{
+    const uint8_t *device = plan->tree + TREE_HEADER_BYTES;
+    uint64_t first = plan->size >> BLOCK_BITS, at = first;
+    while (plan->addressed < plan->devices && at + get32(device + 64) <= ADDRESS_END) {
+        at += get32(device + 64);
+        device += TREE_DEVICE_BYTES;
+        plan->addressed++;
+    }
+    return plan->flat <= at - first ? 0 : -EBADMSG;
+}
+
 static int read_tree(struct cursor *cursor, struct erofs_plan *plan)
 {
     for (uint32_t i = 0; i < plan->count; i++) {
-        int error = measure(cursor, plan->count, &plan->inodes[i]);
+        int error = measure(cursor, plan, &plan->inodes[i]);
         if (error)
             return error;
     }
@@ -163,6 +185,8 @@ int erofs_plan(const uint8_t *tree, size_t length, struct erofs_plan *plan)
     int error = read_tree(&cursor, plan);
     if (!error)
         error = place_all(plan);
+    if (!error)
+        error = address_devices(plan);
     if (error)
         erofs_free(plan);
     return error;

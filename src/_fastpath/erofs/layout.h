@@ -17,6 +17,8 @@ struct erofs_inode {
 struct erofs_plan {
     const uint8_t *tree;
     uint32_t count, devices, shared;
+    uint32_t addressed; /* of the devices: those that have addresses of their own */
+    uint64_t flat;      /* blocks that need such addresses, counted over all devices */
     uint64_t inodes_at, shared_at, size;
     struct erofs_inode *inodes;
 };

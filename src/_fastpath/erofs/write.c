@@ -1,6 +1,4 @@
 /* The second pass: nothing can fail, every length was checked by the first. */
-#include <sys/stat.h>
-
 #include "erofs/crc32c.h"
 #include "erofs/disk.h"
 #include "erofs/layout.h"
@@ -74,11 +72,13 @@ static void write_inode(const struct erofs_plan *plan, uint32_t number, uint8_t 
     const uint8_t *p = inode->record;
     struct record record = read_record(p);
     uint8_t *disk = image + inode->at;
-    int chunks = S_ISREG(record.mode) && record.count;
+    bool chunks = S_ISREG(record.mode) && record.count;
     int layout = chunks ? LAYOUT_CHUNKS : inode->tail ? LAYOUT_INLINE : LAYOUT_PLAIN;
-    uint32_t place = get32(p + 36); /* a device's number */
+    uint32_t place = record.place;
 
-    if (chunks)
+    if (is_flat(&record))
+        place += (uint32_t)(plan->size >> BLOCK_BITS);
+    else if (chunks)
         place = CHUNK_FORMAT;
     else if (inode->blocks)
         place = (uint32_t)(inode->blocks_at >> BLOCK_BITS);
@@ -108,16 +108,20 @@ static void write_super(const struct erofs_plan *plan, uint8_t *image)
     put16(super + 88, (SUPER_AT + SUPER_BYTES) / SLOT_BYTES);
 }
 
-/* Without its devices the kernel takes such an image for one with the blobs behind it: it would
- * look for them at the address given here. Beyond the end of the image that is EIO, whereas 0 would
- * show the image's own blocks as file content. */
+/* The kernel finds the device of a file without indexes by the addresses given here; those that
+ * reach no further share the last one, which no file names. Without its devices it takes such an
+ * image for one with the blobs behind it and looks there: beyond the end of the image that is EIO,
+ * whereas 0 would show the image's own blocks as file content. */
 static void write_devices(const struct erofs_plan *plan, uint8_t *image)
 {
     const uint8_t *device = plan->tree + TREE_HEADER_BYTES;
     uint8_t *slot = image + SUPER_AT + SUPER_BYTES;
+    uint32_t address = (uint32_t)(plan->size >> BLOCK_BITS);
     for (uint32_t i = 0; i < plan->devices; i++) {
         memcpy(slot, device, 64 + 4); /* tag, blocks */
-        put32(slot + 68, (uint32_t)(plan->size >> BLOCK_BITS));
+        put32(slot + 68, address);
+        if (i < plan->addressed)
+            address += get32(device + 64);
         device += TREE_DEVICE_BYTES;
         slot += SLOT_BYTES;
     }
