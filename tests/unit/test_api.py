@@ -22,6 +22,7 @@ from dsecd.api.auth import Gatekeeper
 from dsecd.config import Listen
 from libdsec import model, wire
 from libdsec.errors import (
+    AlreadyExists,
     Exhausted,
     InvalidArgument,
     NotFound,
@@ -229,6 +230,12 @@ async def test_layers_pass_through() -> None:
         assert made.name == "base/x"
         found = await client.call("layer.list", {}, kind=list[model.LayerInfo])
         assert [layer.name for layer in found] == ["base/x"]
+        flat = model.LayerCollapse(name="base/x", to="base/flat", progress=True)
+        collapsed = await client.call("layer.collapse", flat, kind=model.LayerInfo)
+        assert (collapsed.name, collapsed.digest) == ("base/flat", "fake:base/x")
+        with pytest.raises(AlreadyExists):
+            await client.call("layer.collapse", flat)
+        await client.call("layer.remove", model.LayerRef(name="base/flat"))
         await client.call("layer.remove", model.LayerRef(name="base/x"))
         stats = await client.call("host.stats", {}, kind=model.HostStats)
         assert stats.cpus == 8
@@ -338,3 +345,4 @@ async def test_tcp_takes_tls_and_a_token(tmp_path: Path) -> None:
         plain_writer.write(wire.encode(wire.Request(1, "hello", wire.pack({"protocol": 1}))))
         assert not (await plain_reader.read(1 << 16)).startswith(b"\0\0")
         plain_writer.close()
+        assert not b.service.server.connections  # a failed handshake once stayed for ever

@@ -45,6 +45,7 @@ class Router(Protocol):
 
     def greet(self, connection: ClientConnection, args: msgspec.Raw) -> msgspec.Raw: ...
     def open(self, connection: ClientConnection, request: wire.Request) -> OpenCall | None: ...
+    def opened(self, connection: ClientConnection) -> None: ...
     def closed(self, connection: ClientConnection) -> None: ...
 
 
@@ -68,6 +69,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._router.opened(self)
         self._transport.set_write_buffer_limits(high=HIGH_WATER)
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self.abort)
         if self._admit is not None:

@@ -95,14 +95,10 @@ class Server:
         return [name[1] for name in names if isinstance(name, tuple)]
 
     def _unix_connection(self) -> ClientConnection:
-        connection = ClientConnection(self, self._gatekeeper.peer)
-        self.connections.add(connection)
-        return connection
+        return ClientConnection(self, self._gatekeeper.peer)
 
     def _tcp_connection(self) -> ClientConnection:
-        connection = ClientConnection(self, None)
-        self.connections.add(connection)
-        return connection
+        return ClientConnection(self, None)
 
     async def close(self) -> None:
         """Stop listening, give answers under way a moment, drop the connections."""
@@ -181,6 +177,10 @@ class Server:
             manager.leave(sandbox)
             raise
         return None  # registered above: the agent may have answered already
+
+    def opened(self, connection: ClientConnection) -> None:
+        """A client is there. One whose TLS handshake fails never is: nobody would close it."""
+        self.connections.add(connection)
 
     def closed(self, connection: ClientConnection) -> None:
         """A client is gone. What it created and perhaps never heard of becomes unclaimed."""
