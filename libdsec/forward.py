@@ -33,6 +33,7 @@ class ForwardTransport(asyncio.Transport):
         self._out_size = 0
         self._eof = self._eof_sent = False
         self._closing = False
+        self._ended = False  # the peer closed and the protocol knows
         self._lost = False
         self._reading = True
         self._protocol_paused = False
@@ -73,6 +74,9 @@ class ForwardTransport(asyncio.Transport):
         if self._eof:
             raise RuntimeError("cannot write after write_eof()")
         if self._closing or not data:
+            return
+        if self._ended:  # nobody is there to read it: the next `drain` says so
+            self._give_up(None)
             return
         view = memoryview(data)
         for start in range(0, len(view), wire.MAX_ITEM):
@@ -122,14 +126,21 @@ class ForwardTransport(asyncio.Transport):
             self._finish()
 
     def _finish(self) -> None:
-        """The peer closed: a clean end is an EOF, a failure a reset connection."""
+        """The peer closed: a clean end is an EOF, a failure a reset connection.
+
+        After an EOF the transport stays open until its owner closes it or writes, as a socket does:
+        what was written before has arrived, and a `drain` that comes late must not fail.
+        """
         error = self._call.error
         if error is not None:
             self._give_up(ConnectionResetError(error.message))
             return
-        if not self._lost and not self._closing:
-            self._protocol.eof_received()
-        self._give_up(None)
+        if self._lost or self._ended:
+            return
+        self._ended = True
+        stays = not self._closing and self._protocol.eof_received()
+        if self._out or not stays:
+            self._give_up(None)
 
     def is_closing(self) -> bool:
         return self._closing

@@ -12,12 +12,11 @@ import gc
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import hypothesis
+import hypothesis.configuration
 import pytest
 
-from tests import leaks
+from tests import caches, leaks
 
 _SETTLE_S = 5.0  # teardown is asynchronous by design; this is how long it may take
 
@@ -30,10 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
-# A checkout may belong to somebody else, and two busy cores miss any deadline.
-_WRITABLE = os.access(Path(__file__).parents[1], os.W_OK)
+_EXAMPLES = caches.directory("hypothesis")
+if _EXAMPLES is not None:
+    hypothesis.configuration.set_hypothesis_home_dir(_EXAMPLES)
 hypothesis.settings.register_profile(
-    "dsec", deadline=None, **({} if _WRITABLE else {"database": None})
+    "dsec",
+    deadline=None,  # two busy cores miss any
+    **({} if _EXAMPLES else {"database": None}),
 )
 hypothesis.settings.load_profile("dsec")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from types import TracebackType
 
-from dsec_bench import cgroups, leftovers
+from dsec_bench import cgroups, guard, leftovers
 
 START_S = 60.0
 STOP_S = 120.0
@@ -59,6 +60,7 @@ class Daemon:
         self._serial = serial
         self._config = Path()
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -85,7 +87,7 @@ class Daemon:
         self._config.write_text(configuration(self.name, self.run, self.kept, self._serial))
 
     def start(self) -> None:
-        """Start the daemon and wait until its socket is there. Raises DaemonError."""
+        """Start the daemon and wait until it accepts connections. Raises DaemonError."""
         log = (self.state / "dsecd.log").open("ab")
         with log:
             self._process = subprocess.Popen(
@@ -95,14 +97,15 @@ class Daemon:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the bench, which then stops it in order
             )
+        self._guard = guard.start(self.name, self._process.pid)
         deadline = time.monotonic() + START_S
-        while not (self.run / "dsecd.sock").exists():
+        while not accepts(self.run / "dsecd.sock"):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise DaemonError(f"dsecd did not start: {self.log_tail()}")
             time.sleep(0.005)
 
     def _command(self) -> list[str]:
-        # should the bench be killed, the daemon stops its sandboxes and ends
+        # should the bench be killed before the guard is there, the daemon ends too
         bound = ["setpriv", "--pdeathsig", "TERM"]
         return [*bound, sys.executable, "-m", "dsecd", "--config", str(self._config)]
 
@@ -117,7 +120,13 @@ class Daemon:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
-        (self.run / "dsecd.sock").unlink(missing_ok=True)  # `start` waits for the new one
+        self._end_guard()
+
+    def _end_guard(self) -> None:
+        """It ends by itself, with the daemon."""
+        guarding, self._guard = self._guard, None
+        if guarding is not None:
+            guarding.wait()
 
     def close(self) -> None:
         """Stop the daemon with its sandboxes and remove all that was made for it."""
@@ -129,6 +138,7 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._end_guard()
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
@@ -155,6 +165,14 @@ class Daemon:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def accepts(path: Path) -> bool:
+    """Return whether somebody listens on the unix socket `path`: the file is there before that."""
+    with socket.socket(socket.AF_UNIX) as end, contextlib.suppress(OSError):
+        end.connect(str(path))
+        return True
+    return False
 
 
 def resident_bytes(pid: int) -> int:

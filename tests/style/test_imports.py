@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,13 +34,15 @@ def modules() -> list[Path]:
     return sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of `path`."""
+    return list(ast.walk(ast.parse(path.read_text(), str(path))))
 
 
 def imported(path: Path) -> Iterator[str]:
     """Yield the dotted names that `path` imports, at any depth, relative ones resolved."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -93,7 +96,7 @@ def test_backends_do_not_know_each_other() -> None:
 def test_engine_asks_capabilities_not_names() -> None:
     breaches = []
     for path in sorted((DAEMON / "engine").rglob("*.py")):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Compare):
                 continue
             values = [node.left, *node.comparators]
@@ -143,7 +146,7 @@ def test_only_host_touches_the_kernel() -> None:
             continue
         if any(dotted.split(".")[0] in ("ctypes", "cffi", "pyroute2") for dotted in imported(path)):
             breaches.append(f"{path.relative_to(ROOT)} makes system calls of its own")
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.Call):
                 continue
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -170,7 +173,7 @@ def test_no_print_outside_the_command_line() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in modules()
         if ROOT / "src/dsec" not in path.parents
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "print"

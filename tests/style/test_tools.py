@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import caches
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> None:
     """Run a tool of this environment and show what it says when it objects."""
-    environment = os.environ | {"MYPYPATH": f"{ROOT / 'src'}:{ROOT}"}
+    cache = caches.directory(command[0])
+    environment = os.environ | {
+        "MYPYPATH": f"{ROOT / 'src'}:{ROOT}",
+        "MYPY_CACHE_DIR": str(cache or os.devnull),  # this one mypy takes for "none"
+        **({"RUFF_CACHE_DIR": str(cache)} if cache else {"RUFF_NO_CACHE": "true"}),
+    }
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from libdsec import wire
 from libdsec.errors import Unavailable, from_wire
@@ -258,6 +259,26 @@ def running(**options: Any) -> Iterator[Init]:
         yield init
     finally:
         init.stop()
+
+
+@pytest.fixture(scope="module", params=["plain", "owned"])
+def init(request: pytest.FixtureRequest) -> Iterator[Init]:
+    with running(owned=request.param == "owned") as started:
+        yield started
+
+
+@pytest.fixture
+def client(init: Init) -> Iterator[InitClient]:
+    connection = InitClient(init.path)
+    yield connection
+    connection.close()
+
+
+@pytest.fixture
+def here(init: Init, request: pytest.FixtureRequest) -> bytes:
+    name = f"d{abs(hash(request.node.name))}".encode()
+    init.client.call("files.mkdir", path=name)
+    return name
 
 
 def wait_until(condition: Any, timeout_s: float = 5.0) -> None:

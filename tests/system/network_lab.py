@@ -12,15 +12,18 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import pytest_asyncio
 
 from dsecd import fastpath
 from dsecd.host import netns
+from dsecd.host.netns import Netns
+from dsecd.host.network import Attachment, Nat, NatConfig
 from dsecd.host.network_veth import settle_carrier
 
 T = TypeVar("T")
@@ -212,3 +215,42 @@ def lab() -> Iterator[Lab]:
     yield world
     world.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before, "a descriptor was left open"
+
+
+def config(tmp_path: Path, **changes: object) -> NatConfig:
+    fields: dict[str, object] = {"state": tmp_path / "forwarding.json", "quarantine_s": 0.0}
+    return NatConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest_asyncio.fixture
+async def nat(lab: Lab, tmp_path: Path) -> AsyncIterator[Nat]:
+    network = Nat(config(tmp_path, resolvers=(UPLINK[4],)), netns_fd=lab.host)
+    yield network
+    for slot in list(network._live):
+        await network.detach(attachment_of(network, slot))
+    await network.shutdown()
+    lab.assert_untouched()
+
+
+def attachment_of(network: Nat, slot: int) -> Attachment:
+    sandbox, entry = network._live[slot]
+    return Attachment(
+        sandbox=sandbox,
+        slot=slot,
+        index=entry.index,
+        ifname=f"ds{slot}",
+        address=str(entry.address),
+        address6=str(entry.address6),
+        gateway="",
+        gateway6="",
+        resolv_conf="",
+    )
+
+
+async def sandbox(lab: Lab, nat: Nat, name: str = "a-b-1-x") -> tuple[Netns, Attachment]:
+    ns = lab.namespace()
+    return ns, await nat.attach(ns, name)
+
+
+def own_address(attachment: Attachment, version: int) -> str:
+    return attachment.address if version == 4 else attachment.address6

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from dsecd import fastpath
 from dsecd.backends.agent import swap_root
 from dsecd.host.plan import RerootPlan
 from dsecd.host.spawner import Rerooted, Spawned
 from tests.system.init_harness import InitClient
-from tests.system.spawner_lab import BINARY, UID_BASE, Lab
+from tests.system.spawner_lab import BINARY, UID_BASE, Lab, build_base, open_lab
 
 INIT = BINARY.with_name("dsec-init")
 CONFIG = msgspec.msgpack.encode(
@@ -99,3 +100,20 @@ async def open_box(lab: Lab, name: str = "a", **changes: Any) -> AsyncIterator[B
             yield box
         finally:
             box.close()
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_base(tmp_path_factory.mktemp("reroot"))
+
+
+@pytest.fixture
+async def lab(tmp_path: Path, image: Path) -> AsyncIterator[Lab]:
+    async with open_lab(tmp_path, image, INIT) as lab:
+        yield lab
+
+
+@pytest.fixture
+async def box(lab: Lab) -> AsyncIterator[Box]:
+    async with open_box(lab) as box:
+        yield box

@@ -20,7 +20,9 @@ from libdsec.errors import (
     Unavailable,
     WrongState,
 )  # fmt: skip
-from tests.system.init_harness import Init, InitClient, running, wait_until
+from tests.system.init_harness import Init, InitClient, client, running, wait_until
+
+__all__ = ["client"]
 
 pytestmark = [
     pytest.mark.root,
@@ -34,13 +36,6 @@ pytestmark = [
 def init(request: pytest.FixtureRequest) -> Iterator[Init]:
     with running(owned=request.param == "owned", env={"FROM_CONFIG": "yes"}) as started:
         yield started
-
-
-@pytest.fixture
-def client(init: Init) -> Iterator[InitClient]:
-    connection = InitClient(init.path)
-    yield connection
-    connection.close()
 
 
 def alive(marker: str) -> bool:

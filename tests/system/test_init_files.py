@@ -7,7 +7,6 @@ import os
 import socket
 import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,9 @@ from libdsec.errors import (
     Unavailable,
     WrongState,
 )  # fmt: skip
-from tests.system.init_harness import Init, InitClient, running
+from tests.system.init_harness import Init, InitClient, client, here, init
+
+__all__ = ["client", "here", "init"]
 
 pytestmark = [
     pytest.mark.root,
@@ -34,26 +35,6 @@ pytestmark = [
 ]
 
 STRANGE = [b"with space", b"quote'\"`$x", b"new\nline", b"\xff\xfe not utf-8", b"-rf", b"x" * 255]
-
-
-@pytest.fixture(scope="module", params=["plain", "owned"])
-def init(request: pytest.FixtureRequest) -> Iterator[Init]:
-    with running(owned=request.param == "owned") as started:
-        yield started
-
-
-@pytest.fixture
-def client(init: Init) -> Iterator[InitClient]:
-    connection = InitClient(init.path)
-    yield connection
-    connection.close()
-
-
-@pytest.fixture
-def here(init: Init, request: pytest.FixtureRequest) -> bytes:
-    name = f"d{abs(hash(request.node.name))}".encode()
-    init.client.call("files.mkdir", path=name)
-    return name
 
 
 def read(client: InitClient, path: bytes, **args: object) -> bytes:

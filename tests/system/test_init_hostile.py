@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from libdsec import wire
 from libdsec.errors import Timeout, Unavailable
-from tests.system.init_harness import Init, InitClient, running, wait_until
+from tests.system.init_harness import Init, InitClient, client, here, init, running, wait_until
+
+__all__ = ["client", "here", "init"]
 
 pytestmark = [
     pytest.mark.root,
@@ -22,26 +23,6 @@ pytestmark = [
         "one init serves many tests and pools cgroup directories until it is stopped"
     ),
 ]
-
-
-@pytest.fixture(scope="module", params=["plain", "owned"])
-def init(request: pytest.FixtureRequest) -> Iterator[Init]:
-    with running(owned=request.param == "owned") as started:
-        yield started
-
-
-@pytest.fixture
-def client(init: Init) -> Iterator[InitClient]:
-    connection = InitClient(init.path)
-    yield connection
-    connection.close()
-
-
-@pytest.fixture
-def here(init: Init, request: pytest.FixtureRequest) -> bytes:
-    name = f"d{abs(hash(request.node.name))}".encode()
-    init.client.call("files.mkdir", path=name)
-    return name
 
 
 def only_member(group: Path) -> int:

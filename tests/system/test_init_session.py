@@ -10,7 +10,9 @@ import pytest
 
 from libdsec import wire
 from libdsec.errors import AlreadyExists, InvalidArgument, NotFound, WrongState
-from tests.system.init_harness import Init, running, wait_until
+from tests.system.init_harness import Init, init, wait_until
+
+__all__ = ["init"]
 
 pytestmark = [
     pytest.mark.root,
@@ -19,12 +21,6 @@ pytestmark = [
     ),
 ]
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module", params=["plain", "owned"])
-def init(request: pytest.FixtureRequest) -> Iterator[Init]:
-    with running(owned=request.param == "owned") as started:
-        yield started
 
 
 @pytest.fixture(params=["/bin/bash", "/bin/sh"])

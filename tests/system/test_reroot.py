@@ -18,8 +18,10 @@ from dsecd.host.plan import REROOT_STEPS, Bind, NewFile
 from dsecd.host.upper import Uppers
 from libdsec import wire
 from libdsec.errors import Exhausted, Internal, InvalidArgument, WrongState
-from tests.system.reroot_lab import CONFIG, INIT, Box, open_box
-from tests.system.spawner_lab import BINARY, UID_BASE, Lab, build_base, open_lab, traces
+from tests.system.reroot_lab import CONFIG, INIT, Box, box, image, lab, open_box
+from tests.system.spawner_lab import BINARY, UID_BASE, Lab, open_lab, traces
+
+__all__ = ["box", "image", "lab"]
 
 pytestmark = pytest.mark.root
 FIND = "cd /; find . -xdev ! -path './proc*' ! -path './dev*' "
@@ -28,23 +30,6 @@ TREE = (
     f"({FIND} -type d -exec stat -c '%n %f %u %g' {{}} +;"
     f"{FIND} ! -type d -exec stat -c '%n %f %u %g %s %Y' {{}} +)"
 )
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_base(tmp_path_factory.mktemp("reroot"))
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, image: Path) -> AsyncIterator[Lab]:
-    async with open_lab(tmp_path, image, INIT) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def box(lab: Lab) -> AsyncIterator[Box]:
-    async with open_box(lab) as box:
-        yield box
 
 
 # --- what a checkpoint is -------------------------------------------------------------------------

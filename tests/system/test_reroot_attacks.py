@@ -8,7 +8,7 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,27 +18,12 @@ from dsecd.host.plan import Bind
 from libdsec import wire
 from libdsec.errors import Internal
 from tests.system.init_harness import InitClient, wait_until
-from tests.system.reroot_lab import INIT, Box, open_box
-from tests.system.spawner_lab import UID_BASE, Lab, build_base, open_lab
+from tests.system.reroot_lab import Box, box, image, lab, open_box
+from tests.system.spawner_lab import UID_BASE, Lab
+
+__all__ = ["box", "image", "lab"]
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_base(tmp_path_factory.mktemp("reroot"))
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, image: Path) -> AsyncIterator[Lab]:
-    async with open_lab(tmp_path, image, INIT) as lab:
-        yield lab
-
-
-@pytest.fixture
-async def box(lab: Lab) -> AsyncIterator[Box]:
-    async with open_box(lab) as box:
-        yield box
 
 
 async def test_nobody_inside_sees_or_reaches_who_builds_the_root(box: Box) -> None:

@@ -219,6 +219,25 @@ async def test_forward_is_a_duplex_stream(sandbox, echo_port):
     await writer.wait_closed()
 
 
+async def test_forward_whose_peer_answered_and_closed_can_still_be_drained(sandbox):
+    """As with a socket: what was written did arrive. Only what is written later finds nobody."""
+
+    async def serve(reader, writer):
+        writer.write(await reader.readline())
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        reader, writer = await sandbox.forward(listener.sockets[0].getsockname()[1])
+        writer.write(b"line\n")
+        assert await reader.read() == b"line\n"
+        await writer.drain()
+        writer.write(b"too late")
+        with pytest.raises(ConnectionResetError):
+            await writer.drain()
+        writer.close()
+
+
 async def test_forward_to_a_closed_port_is_reset(sandbox):
     reader, writer = await sandbox.forward(1)
     with pytest.raises(ConnectionResetError, match="nothing listens"):

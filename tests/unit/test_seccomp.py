@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
+import operator
 import struct
 from collections.abc import Iterator
 
@@ -45,7 +47,7 @@ def run_one(code: bytes, nr: int, arch: int, args: Args = ()) -> int:
     data = struct.pack(
         "=iIQ6Q", nr if nr < 1 << 31 else nr - (1 << 32), arch, 0, *args, *[0] * (6 - len(args))
     )
-    program = list(struct.iter_unpack("=HBBI", code))
+    program = instructions(code)
     accumulator, pc = 0, 0
     while True:
         op, jt, jf, k = program[pc]
@@ -59,11 +61,16 @@ def run_one(code: bytes, nr: int, arch: int, args: Args = ()) -> int:
         elif op == 0x05:
             pc += k
         else:
-            taken = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[
-                op
-            ]
-            pc += jt if taken else jf
+            pc += jt if JUMPS[op](accumulator, k) else jf
         assert pc < len(program)
+
+
+JUMPS = {0x15: operator.eq, 0x35: operator.ge, 0x45: operator.and_}
+
+
+@functools.lru_cache
+def instructions(code: bytes) -> list[tuple[int, ...]]:
+    return list(struct.iter_unpack("=HBBI", code))
 
 
 def refused(code: int) -> int:
@@ -193,11 +200,20 @@ def test_ioctls(code: Pair, command: int, allowed: bool) -> None:
 # --- the sum of both parts, against the rules in plain words --------------------------------------
 
 SPECIAL = ("socket", "socketpair", "ioctl", "clone", "unshare")
+EXTRA = {"mount": errno.EACCES, "bpf": errno.ENOSYS, "clone": errno.EACCES}
 OPTIONS = [
     seccomp.Options(nested, i386, extra)
     for nested, i386 in itertools.product((False, True), repeat=2)
-    for extra in ({}, {"mount": errno.EACCES, "bpf": errno.ENOSYS, "clone": errno.EACCES})
+    for extra in ({}, EXTRA)
 ]
+
+
+@functools.cache
+def known(table: syscalls.Arch) -> dict[int, str]:
+    """Return the names that a rule is about, by their numbers."""
+    names = {*seccomp.DENIED, *EXTRA, *SPECIAL, "clone3", "modify_ldt"}
+    numbers = {name: syscalls.number(name, table) for name in names}
+    return {nr: name for name, nr in numbers.items() if nr is not None}
 
 
 def expected(
@@ -210,8 +226,7 @@ def expected(
     assert table is not None
     if table == "x86_64" and nr >= 0x40000000:
         return refused(errno.ENOSYS)
-    known = {*seccomp.DENIED, *options.extra_denied, *SPECIAL, "clone3", "modify_ldt"}
-    name = next((each for each in known if syscalls.number(each, table) == nr), None)
+    name = known(table).get(nr)
     errnos = seccomp.DENIED | options.extra_denied
     if name in errnos:
         return refused(errnos[name])

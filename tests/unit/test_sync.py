@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -109,22 +109,21 @@ def test_batch(server, client):
 
 
 def test_forward(client):
-    async def serve(reader, writer):
-        writer.write(await reader.readline())
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        listener.settimeout(10)
+
+        def serve():
+            end, _ = listener.accept()
+            with end, end.makefile("rb") as lines:
+                end.sendall(lines.readline())
+
+        served = threads.submit(serve)
+        reader, writer = client.run_container(ARGS).forward(listener.getsockname()[1])
+        writer.write(b"line\n")
+        writer.drain()
+        assert reader.readline() == b"line\n"
         writer.close()
-        await writer.wait_closed()
-
-    async def listen():
-        return await asyncio.start_server(serve, "127.0.0.1", 0)
-
-    loop = client._portal._loop
-    listener = asyncio.run_coroutine_threadsafe(listen(), loop).result()
-    reader, writer = client.run_container(ARGS).forward(listener.sockets[0].getsockname()[1])
-    writer.write(b"line\n")
-    writer.drain()
-    assert reader.readline() == b"line\n"
-    writer.close()
-    loop.call_soon_threadsafe(listener.close)
+        served.result()
 
 
 def test_many_threads_share_a_client(server, client):

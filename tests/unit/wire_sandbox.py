@@ -405,7 +405,7 @@ class SandboxWorld:
                 await call.send(data)
         finally:
             inner.cancel()
+            writer.close()  # before anything that a second cancellation would interrupt
             await asyncio.gather(inner, return_exceptions=True)
-            writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
