@@ -11,12 +11,13 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsecd import fastpath
+from dsecd.host import probe
 from dsecd.host.plan import ContainerPlan, DestroyPlan, NewFile
 from dsecd.host.spawner import Spawned, SpawnerPool
 from dsecd.policy import seccomp
@@ -70,6 +71,7 @@ class Lab:
     userns: int
     netns: int
     lowers: list[int]
+    by_path: bool
     live: list[str] = field(default_factory=list)
 
     def plan(self, name: str, **changes: Any) -> ContainerPlan:
@@ -90,8 +92,27 @@ class Lab:
         return ContainerPlan(**(fields | changes))
 
     async def create(self, name: str, slot: Any = None, **changes: Any) -> Spawned:
-        fds = [self.userns, self.netns, *self.lowers]
-        return await self.pool.create(self.plan(name, **changes), fds, slot)
+        with self.lend() as lowers:
+            fds = [self.userns, self.netns, *lowers]
+            return await self.pool.create(self.plan(name, **changes), fds, slot)
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[list[int]]:
+        """The lowers for one root; a spawner that goes by path uses them up."""
+        if not self.by_path:
+            yield self.lowers
+            return
+        clones = [fastpath.open_tree(self.layer, clone=True) for _ in self.lowers]
+        try:
+            yield clones
+        finally:
+            for fd in clones:
+                os.close(fd)
+
+    @property
+    def layer(self) -> Path:
+        """Where the layer is attached when roots are made by path."""
+        return self.folder / "layer"
 
     async def destroy(self, name: str, spawned: Spawned | None, **changes: Any) -> None:
         fields: dict[str, Any] = {
@@ -136,7 +157,7 @@ async def open_lab(
     folder: Path, image: Path, init: Path, binary: Path = BINARY, **pool: Any
 ) -> AsyncIterator[Lab]:
     """Start a pool of two creators with its own cgroup directory; leave nothing."""
-    for name in ("sb", "spool", "upper"):
+    for name in ("sb", "spool", "upper", "layer"):
         (folder / name).mkdir(exist_ok=True)
     cgroup = cgroup_v2() / f"dsec-fp-{os.getpid()}"
     cgroup.mkdir()
@@ -145,14 +166,19 @@ async def open_lab(
         fastpath.make_netns(),
         fastpath.mount_erofs(image),
     ]
-    spawners = SpawnerPool(
-        str(binary), 2, init=str(init), **({"base_filter": seccomp.base_filter()} | pool)
-    )
+    by_path = not probe.feature("overlay_lower_fd").available
+    defaults = {"base_filter": seccomp.base_filter(), "by_path": by_path}
+    spawners = SpawnerPool(str(binary), 2, init=str(init), **(defaults | pool))
+    lab = Lab(folder, spawners, cgroup, fds[0], fds[1], fds[2:], pool.get("by_path", by_path))
+    if lab.by_path:
+        fastpath.move_mount(fds[2], lab.layer)
     try:
         await spawners.start()
-        yield Lab(folder, spawners, cgroup, fds[0], fds[1], fds[2:])
+        yield lab
     finally:
         await spawners.close()
+        if lab.by_path:
+            fastpath.umount(lab.layer)
         for fd in fds:
             os.close(fd)
         fastpath.remove_cgroup(cgroup)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dsecd import fastpath
+from dsecd.host import probe
 from dsecd.host.plan import STEPS, Bind, FileWrite
 from libdsec.errors import DSecError, Exhausted, Internal
 from tests.system.spawner_lab import BINARY, UID_BASE, Lab, build_base, compile_c, open_lab, traces
@@ -24,9 +26,14 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return build_base(folder), init
 
 
-@pytest.fixture
-async def lab(tmp_path: Path, parts: tuple[Path, Path]) -> AsyncIterator[Lab]:
-    async with open_lab(tmp_path, *parts) as lab:
+@pytest.fixture(params=["by descriptor", "by path"])
+async def lab(
+    request: pytest.FixtureRequest, tmp_path: Path, parts: tuple[Path, Path]
+) -> AsyncIterator[Lab]:
+    by_path = request.param == "by path"
+    if not by_path and not probe.feature("overlay_lower_fd").available:
+        pytest.skip(probe.feature("overlay_lower_fd").reason)
+    async with open_lab(tmp_path, *parts, by_path=by_path) as lab:
         yield lab
 
 
@@ -148,7 +155,8 @@ async def test_mounts_inside_name_nothing_of_the_host(lab: Lab) -> None:
     async with lab.container("a"):
         _, text = await lab.say("a", "cat /proc/self/mountinfo")
     assert str(lab.folder) not in text
-    assert "upperdir=/u,workdir=/w" in text
+    expected = "upperdir=u,workdir=w" if lab.by_path else "upperdir=/u,workdir=/w"
+    assert expected in text
 
 
 async def test_an_upper_that_is_full_says_so(lab: Lab) -> None:
@@ -177,12 +185,10 @@ async def test_a_disk_upper_and_binds_of_the_host(lab: Lab) -> None:
 
 async def test_layers_attached_on_the_host_or_cloned_there_serve_as_lowers(lab: Lab) -> None:
     """As after a restart of the daemon, which has the mounts but not the fsmount descriptors."""
-    from dsecd import fastpath
-
-    point = lab.folder / "layer"
-    point.mkdir()
-    fastpath.move_mount(lab.lowers[0], point)
-    shared = lab.lowers[0]
+    if lab.by_path:
+        pytest.skip("by path every lower is such a clone")
+    point, shared = lab.layer, lab.lowers[0]
+    fastpath.move_mount(shared, point)
     try:
         async with lab.container("a"):
             assert (await lab.say("a", "cat /lib/a/b/file"))[1] == "content\n"
@@ -195,7 +201,6 @@ async def test_layers_attached_on_the_host_or_cloned_there_serve_as_lowers(lab: 
     finally:
         lab.lowers[0] = shared
         fastpath.umount(point)
-        point.rmdir()
 
 
 @pytest.mark.parametrize("upper", ["memory", "disk"])

@@ -106,6 +106,23 @@ async def test_a_slot_outlives_a_failed_or_given_up_creation(
     assert not slots.taken
 
 
+async def test_a_creator_moves_on_later_while_another_is_free(
+    tmp_path: Path, parts: tuple[Path, Path], slots: Slots
+) -> None:
+    async with open_lab(tmp_path, *parts, take_slot=slots.take, return_slot=slots.give) as lab:
+        first = await lab.pool.reserve()
+        spawned = [await lab.create("a", first)]
+        assert len(slots.taken) == 2  # the container's, and the other creator's
+        second = await lab.pool.reserve()
+        spawned.append(await lab.create("b", second))
+        assert len(slots.taken) == 3  # none is free: at once
+        await _until(lambda: len(slots.taken) == 4)
+        for name, one, slot in zip("ab", spawned, (first, second), strict=True):
+            await lab.destroy(name, one)
+            slots.give(slot)
+    assert not slots.taken
+
+
 async def test_a_slot_of_the_callers_own_is_left_to_the_container(
     tmp_path: Path, parts: tuple[Path, Path], slots: Slots
 ) -> None:

@@ -87,16 +87,27 @@ static int fill_upper_and_shm(struct creation *c)
     return error < 0 ? error : make_shm(c);
 }
 
+static int mount_terminals(const char *group)
+{
+    struct mount_option options[] = { { "mode", "0620" }, { "ptmxmode", "0666" }, { "gid", group },
+                                      { "max", TERMINALS_MAX } };
+    const char *step;
+    return make_mount("devpts", "none", options, 4, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, &step);
+}
+
 static int make_terminals(struct creation *c)
 {
     char group[32];
-    const char *step;
+    gid_t tty = c->plan->uid_base + 5; /* in every distribution */
+
     host_return(c->host); /* what is made in the host's mount namespace may use up its reserve */
-    snprintf(group, sizeof group, "%u", c->plan->uid_base + 5); /* tty, in every distribution */
-    struct mount_option options[] = { { "mode", "0620" }, { "ptmxmode", "0666" }, { "gid", group },
-                                      { "max", TERMINALS_MAX } };
-    return c->fd[FD_PTS] = make_mount("devpts", "none", options, 4,
-                                      MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, &step);
+    snprintf(group, sizeof group, "%u", tty);
+    int fd = mount_terminals(group);
+    if (fd == -EINVAL) { /* a kernel that reads it as a signed number, and takes what is above 2^31 so */
+        snprintf(group, sizeof group, "%d", (int)tty);
+        fd = mount_terminals(group);
+    }
+    return c->fd[FD_PTS] = fd;
 }
 
 static int hand_over_config(struct creation *c)

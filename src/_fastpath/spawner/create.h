@@ -22,6 +22,7 @@ enum {
     FD_LISTENER, /* agent.sock */
     FD_SPOOL,    /* directory, of all sandboxes */
     FD_UPPER,    /* detached mount that holds u/, w/ and s/; PID 1 keeps it */
+    FD_ANCHOR,   /* the same, attached while the overlay is made; absent unless host.by_path */
     FD_SHM,      /* detached clone of s/ */
     FD_LAYER_U,  /* directory u/: the upper */
     FD_LAYER_W,  /* directory w/: the work directory */

@@ -12,6 +12,8 @@
 #include "native/process.h"
 #include "native/tree.h"
 
+#define ANCHOR "/dir" /* an empty directory of the small root */
+
 /* --- the small root ---------------------------------------------------------------------------- */
 
 static const struct {
@@ -224,6 +226,24 @@ int host_visit(struct host *host, int pidfd)
         return -errno;
     host->away = true;
     return 0;
+}
+
+int host_anchor(struct host *host, int fd)
+{
+    host_return(host);
+    int error = k_move_mount(fd, AT_FDCWD, ANCHOR);
+    if (error == 0)
+        host->anchored++;
+    return error;
+}
+
+void host_unanchor(struct host *host)
+{
+    if (host->anchored)
+        host_return(host);
+    for (; host->anchored; host->anchored--)
+        if (umount2(ANCHOR, MNT_DETACH) < 0)
+            abort(); /* the next container would find it where its masks come from */
 }
 
 bool host_netns_reusable(const struct host *host, int netns)

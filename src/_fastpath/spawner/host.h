@@ -20,6 +20,8 @@ struct host {
     int own_netns;   /* network namespace of the host */
     bool may_lower_oom;
     bool away; /* in the host's mount namespace for the moment */
+    bool by_path; /* overlayfs wants paths, and detached mounts cannot be cloned (before Linux 6.15) */
+    unsigned anchored;
     void *stack, *helper_stack; /* CHILD_STACK bytes each */
 };
 
@@ -45,6 +47,11 @@ bool host_netns_reusable(const struct host *host, int netns);
 /* Go to the mount namespace of the process `pidfd`, until `host_return`. Meant for its outer one, where
  * nobody lives but PID 1 and all is as the spawner made it. */
 int host_visit(struct host *host, int pidfd);
+
+/* Attach the detached mount `fd` in our own mount namespace, on top of those attached before. */
+int host_anchor(struct host *host, int fd);
+/* Detach all of them; descriptors of them stay good for files, not for mounts. */
+void host_unanchor(struct host *host);
 
 /* Back to our own mount namespace, where children are made. */
 void host_return(struct host *host);

@@ -1,7 +1,9 @@
 /* dsec-spawner: carries out the plans of dsecd, one message at a time.
  *
- *     dsec-spawner FD INIT FILTER    FD: SOCK_SEQPACKET to the daemon, INIT: path of dsec-init,
- *                                    FILTER: descriptor of the system call filter of all it makes
+ *     dsec-spawner FD INIT FILTER [by-path]
+ *
+ * FD: SOCK_SEQPACKET to the daemon, INIT: path of dsec-init, FILTER: descriptor of the system call filter
+ * of all it makes, by-path: what overlayfs stacks is attached for a moment (host.h).
  *
  * A message is the msgpack array [id, op, plan], with the plan's descriptors beside it; the answer is
  * [id, SpawnReply], with the pidfd of a new container, or the mount namespace and the upper of a
@@ -319,11 +321,12 @@ int main(int argc, char **argv)
     static struct spawner spawner;
     const char *step = "";
 
-    if (argc != 4) {
-        fputs("usage: dsec-spawner FD INIT FILTER\n", stderr);
+    if (argc < 4 || argc > 5 || (argc == 5 && strcmp(argv[4], "by-path") != 0)) {
+        fputs("usage: dsec-spawner FD INIT FILTER [by-path]\n", stderr);
         return 2;
     }
     spawner.control = atoi(argv[1]);
+    spawner.host.by_path = argc == 5;
     set_signals();
     fcntl(spawner.control, F_SETFD, FD_CLOEXEC);
     prctl(PR_SET_NAME, "dsec-spawner");

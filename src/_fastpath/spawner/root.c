@@ -90,15 +90,25 @@ static int make_disk_upper(struct creation *c)
     return result;
 }
 
+/* What is attached for a moment dies with that; a clone of it does not. */
+static int anchor_upper(struct creation *c)
+{
+    int error = host_anchor(c->host, c->fd[FD_UPPER]);
+    if (error < 0)
+        return error;
+    c->fd[FD_ANCHOR] = c->fd[FD_UPPER];
+    return c->fd[FD_UPPER] = k_open_tree(c->fd[FD_ANCHOR], "", OPEN_TREE_CLONE | AT_EMPTY_PATH);
+}
+
 int make_upper(struct creation *c)
 {
-    return c->fd[FD_UPPER] =
-               *c->plan->upper_dir ? make_disk_upper(c) : make_memory_upper(c);
+    int fd = c->fd[FD_UPPER] = *c->plan->upper_dir ? make_disk_upper(c) : make_memory_upper(c);
+    return fd >= 0 && c->host->by_path ? anchor_upper(c) : fd;
 }
 
 static int make_owned(const struct creation *c, const char *name)
 {
-    int at = c->fd[FD_UPPER];
+    int at = c->fd[c->host->by_path ? FD_ANCHOR : FD_UPPER];
     if (mkdirat(at, name, 0755) < 0)
         return -errno;
     int fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -229,7 +239,9 @@ int map_lowers(struct creation *c, const int *given)
 {
     uint32_t layers = c->plan->lowers - c->plan->raw_lowers;
     for (uint32_t i = 0; i < c->plan->lowers; i++) {
-        int tree = c->lowers[i] = host_clone_mount(c->host, given[i], NULL);
+        /* Where no clone of it can be made, the daemon made the given one for us alone. */
+        int tree = c->lowers[i] = c->host->by_path ? k_dup_from(given[i], 0)
+                                                   : host_clone_mount(c->host, given[i], NULL);
         if (tree < 0)
             return tree;
         int error = k_mount_setattr(tree, "", AT_EMPTY_PATH,
@@ -245,18 +257,12 @@ int map_lowers(struct creation *c, const int *given)
 /* redirect_dir: without it renaming a directory of a lower is EXDEV. volatile: the upper dies with the
  * sandbox, so fsync needs no disk. index and metacopy are off whatever the kernel's default is: the
  * first refuses a lower that is the upper of a live overlay, the second leaves files without data. */
-static int configure_overlay(const struct creation *c, int fs)
+static int set_settings(int fs)
 {
     static const char *const settings[][2] = {
         { "redirect_dir", "on" }, { "uuid", "null" }, { "index", "off" }, { "metacopy", "off" },
     };
     int error = k_fsconfig(fs, FSCONFIG_SET_STRING, "source", "none", 0);
-    for (uint32_t i = c->plan->lowers; i-- > 0 && error >= 0;) /* topmost first */
-        error = k_fsconfig(fs, FSCONFIG_SET_FD, "lowerdir+", NULL, c->lowers[i]);
-    if (error >= 0)
-        error = k_fsconfig(fs, FSCONFIG_SET_FD, "upperdir", NULL, c->fd[FD_LAYER_U]);
-    if (error >= 0)
-        error = k_fsconfig(fs, FSCONFIG_SET_FD, "workdir", NULL, c->fd[FD_LAYER_W]);
     for (unsigned i = 0; i < sizeof settings / sizeof *settings && error >= 0; i++)
         error = k_fsconfig(fs, FSCONFIG_SET_STRING, settings[i][0], settings[i][1], 0);
     if (error >= 0)
@@ -264,17 +270,54 @@ static int configure_overlay(const struct creation *c, int fs)
     return error;
 }
 
+/* Topmost first. */
+static int stack_by_fd(struct creation *c, int fs)
+{
+    int error = 0;
+    for (uint32_t i = c->plan->lowers; i-- > 0 && error >= 0;)
+        error = k_fsconfig(fs, FSCONFIG_SET_FD, "lowerdir+", NULL, c->lowers[i]);
+    if (error >= 0)
+        error = k_fsconfig(fs, FSCONFIG_SET_FD, "upperdir", NULL, c->fd[FD_LAYER_U]);
+    return error < 0 ? error : k_fsconfig(fs, FSCONFIG_SET_FD, "workdir", NULL, c->fd[FD_LAYER_W]);
+}
+
+/* A mount that is attached has a path from everywhere: the working directory. */
+static int set_path(int fs, const char *key, int mount, const char *path)
+{
+    if (fchdir(mount) < 0)
+        return -errno;
+    return k_fsconfig(fs, FSCONFIG_SET_STRING, key, path, 0);
+}
+
+static int stack_by_path(struct creation *c, int fs)
+{
+    int error = 0;
+    for (uint32_t i = c->plan->lowers; i-- > 0 && error >= 0;) {
+        error = host_anchor(c->host, c->lowers[i]);
+        if (error >= 0)
+            error = set_path(fs, "lowerdir+", c->lowers[i], ".");
+    }
+    if (error >= 0)
+        error = set_path(fs, "upperdir", c->fd[FD_ANCHOR], "u");
+    if (error >= 0)
+        error = set_path(fs, "workdir", c->fd[FD_ANCHOR], "w");
+    return chdir("/") < 0 && error >= 0 ? -errno : error;
+}
+
 int make_overlay(struct creation *c)
 {
     int fs = k_fsopen("overlay");
     if (fs < 0)
         return fs;
-    int result = configure_overlay(c, fs);
+    int result = set_settings(fs);
+    if (result >= 0)
+        result = c->host->by_path ? stack_by_path(c, fs) : stack_by_fd(c, fs);
     if (result >= 0)
         result = k_fsconfig(fs, FSCONFIG_CMD_CREATE, NULL, NULL, 0);
     if (result >= 0)
         result = c->fd[FD_OVERLAY] = k_fsmount(fs, MOUNT_ATTR_NODEV);
     close(fs);
+    host_unanchor(c->host);
     return result;
 }
 
@@ -318,6 +361,7 @@ void close_root(struct creation *c)
 void undo_root(struct creation *c)
 {
     close_if(&c->fd[FD_OVERLAY]); /* first: it holds the upper and the work directory */
+    host_unanchor(c->host);
     if (c->made_upper && *c->plan->upper_dir)
         for (const char *const *name = (const char *const[]){ "u", "w", "s", NULL }; *name; name++)
             remove_tree(c->fd[FD_UPPER], *name);

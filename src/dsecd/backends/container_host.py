@@ -114,6 +114,7 @@ class ContainerHost:
             count,
             init=init,
             base_filter=seccomp.base_filter(),
+            by_path=not probe.feature("overlay_lower_fd").available,
             take_slot=slots.acquire if slots else None,
             return_slot=_return_to(slots) if slots else None,
         )
@@ -207,6 +208,8 @@ class ContainerHost:
         await self.ranges.close()
         await self.nat.shutdown()
         await self.driver.close()
+        # before the unmounts, which wait for reads under way, and those for a store that is away
+        await self.layers.close(leave_nothing)
         if leave_nothing:
             self.uppers.teardown()
             self.mounts.teardown()
@@ -216,7 +219,6 @@ class ContainerHost:
         else:
             self.uppers.close()
             self.mounts.close()
-        await self.layers.close(leave_nothing)
 
 
 def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:

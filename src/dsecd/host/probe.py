@@ -51,7 +51,7 @@ class Trial:
 # Without these no container sandbox can be made
 REQUIRED = (
     "root", "cgroup", "clone_into_cgroup", "cgroup_kill", "user_namespaces", "network_namespaces",
-    "erofs_file", "erofs_idmapped", "overlay_lower_fd", "overlay_idmapped", "tmpfs", "seccomp",
+    "erofs_file", "erofs_idmapped", "overlay_lowerdir", "overlay_idmapped", "tmpfs", "seccomp",
     "pidfd", "openat2",
 )  # fmt: skip
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 import shutil
 import struct
 import tempfile
 from pathlib import Path
 
 from dsecd import fastpath
-from dsecd.host import syscalls
+from dsecd.host import preaccess, syscalls
 from dsecd.host.probe import Trial
 from libdsec.errors import Unsupported
 
 _FSCONFIG_SET_STRING, _FSCONFIG_SET_FD, _FSCONFIG_CREATE = 1, 5, 6
 _UID_BASE, _OWNER = 0x7FFF0000, 0x7FFFFFFF
+_FUSE_INIT_EXT, _FUSE_HAS_RESEND = 1 << 30, 1 << (39 - 32)
 
 
 def empty_erofs() -> bytes:
@@ -158,11 +160,14 @@ def _overlay_lower_fd(scratch: Path) -> str:
 
 
 def _overlay_idmapped(scratch: Path) -> str:
-    clone = _idmapped_layer(scratch)
+    clone, point = _idmapped_layer(scratch), scratch / "idmapped"
+    point.mkdir(exist_ok=True)
+    fastpath.move_mount(clone, str(point))  # by path: descriptors have a row of their own
+    os.close(clone)
     try:
-        return _overlay(scratch, clone, _UID_BASE)
+        return _overlay(scratch, str(point), _UID_BASE)
     finally:
-        os.close(clone)
+        syscalls.umount(str(point))
 
 
 def _tmpfs(scratch: Path) -> str:
@@ -174,16 +179,64 @@ def _tmpfs(scratch: Path) -> str:
 
 
 def _fuse(scratch: Path) -> str:
+    """Mount, and read what the kernel says of itself in its first request (fuse.h)."""
     point = scratch / "fuse"
     point.mkdir(exist_ok=True)
-    fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"/dev/fuse: {error.strerror}; load the module fuse (CONFIG_FUSE_FS)"
+        ) from error
     try:
         options = f"fd={fd},rootmode=40000,user_id=0,group_id=0"
         syscalls.mount("dsec-probe", str(point), "fuse", 0, options)
-        syscalls.umount(str(point))
+        try:
+            request = os.read(fd, 8192)
+        finally:
+            syscalls.umount(str(point))
     finally:
         os.close(fd)
-    return ""
+    return describe_fuse(request)
+
+
+def describe_fuse(request: bytes) -> str:
+    """Return protocol and limits of the kernel that sent this FUSE_INIT."""
+    if len(request) < 56:
+        raise Unsupported("fuse", reason="the kernel speaks a protocol without FUSE_INIT")
+    major, minor, _, low = struct.unpack_from("<4I", request, 40)
+    (high,) = struct.unpack_from("<I", request, 56) if len(request) >= 60 else (0,)
+    resend = low & _FUSE_INIT_EXT and high & _FUSE_HAS_RESEND
+    without = "" if resend else "; readers get an error when dsec-blobd dies (Linux < 6.9)"
+    return f"protocol {major}.{minor}{without}"
+
+
+def _pre_access(scratch: Path) -> str:
+    """Mark a file on the disk, read it in a child, and let that read go on."""
+    with tempfile.NamedTemporaryFile(prefix="dsec-probe-", dir="/var/tmp") as file:
+        file.write(bytes(4096))
+        file.flush()
+        group = preaccess.open_group()
+        try:
+            preaccess.mark(group, file.fileno())
+            child = os.fork()
+            if child == 0:
+                os._exit(len(Path(file.name).read_bytes()) != 4096)
+            asked = bool(select.select([group], [], [], 2.0)[0])
+            if asked:
+                _, _, fd, _ = struct.unpack("<QQii", os.read(group, 72)[:24])
+                os.write(group, struct.pack("<iI", fd, 1))  # FAN_ALLOW
+                os.close(fd)
+            while asked and os.waitpid(child, os.WNOHANG) == (0, 0):
+                if select.select([group], [], [], 0.01)[0]:
+                    _, _, fd, _ = struct.unpack("<QQii", os.read(group, 72)[:24])
+                    os.write(group, struct.pack("<iI", fd, 1))
+                    os.close(fd)
+        finally:
+            os.close(group)
+    if not asked:
+        raise Unsupported("pre_access", reason="a read of a marked file did not ask (Linux < 6.14)")
+    return "fails open: only when asked for by cache.on_demand"
 
 
 def _file_systems() -> set[str]:
@@ -240,10 +293,11 @@ TRIALS = (
     Trial("erofs_file", "layers, mounted from plain files", _erofs_file),
     Trial("erofs_idmapped", "layers shared between sandboxes' user ranges", _erofs_idmapped),
     Trial("overlay_lowerdir", "the stack of layers (mount API, lowerdir+)", _overlay_lowerdir),
-    Trial("overlay_lower_fd", "the stack of layers given by descriptor", _overlay_lower_fd),
+    Trial("overlay_lower_fd", "the stack of layers without attaching each", _overlay_lower_fd),
     Trial("overlay_idmapped", "a writable root over idmapped layers", _overlay_idmapped),
     Trial("tmpfs", "upper layers in memory", _tmpfs),
     Trial("fuse", "on-demand layers (dsec-blobd)", _fuse),
+    Trial("pre_access", "on-demand layers without FUSE (cache.on_demand)", _pre_access),
     Trial("loop_devices", "a quota volume for disk uppers in a file", _loop),
     Trial("xfs_project_quota", "hard limits of disk uppers", _xfs_quota),
     Trial("ext4_project_quota", "hard limits of disk uppers where XFS has no quotas", _ext4_quota),

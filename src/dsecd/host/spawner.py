@@ -37,6 +37,9 @@ from libdsec.errors import DSecError, Unavailable
 
 _log = logging.getLogger(__name__)
 _RESTART_DELAY_S = 0.2
+# Entering a slot can hold the kernel's cgroup lock for a grace period of 8 ms, which the first
+# command of a sandbox needs: while others are free, a creator stays until that has run.
+_REST_S = 0.05
 _RESTART_DELAY_MAX_S = 5.0
 
 
@@ -64,6 +67,7 @@ class SpawnerPool:
     Re-rootings have a process of their own, too: what the kernel allocates for one must not be
     charged to the groups of a creator's next child.
 
+    `by_path`: this kernel's overlayfs takes no descriptors (feature "overlay_lower_fd").
     `take_slot` and `return_slot` (v1 hosts) give and take back the groups that creators sit in. A
     process that dies is replaced; the calls it held fail with `Unavailable`.
     """
@@ -75,11 +79,12 @@ class SpawnerPool:
         *,
         init: str,
         base_filter: bytes,
+        by_path: bool = False,
         take_slot: Callable[[], Slot] | None = None,
         return_slot: Callable[[Slot], None] | None = None,
     ) -> None:
         self._binary, self._init, self._count = binary, init, count
-        self._base_filter = base_filter
+        self._base_filter, self._by_path = base_filter, by_path
         self._take_slot, self._return_slot = take_slot, return_slot
         self._creators: list[Worker] = []
         self._destroyers: list[Worker] = []
@@ -107,7 +112,7 @@ class SpawnerPool:
             raise
 
     async def _add(self, group: list[Worker]) -> None:
-        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost)
+        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost, self._by_path)
         group.append(worker)
         reply, _ = await worker.ready
         if reply.error:
@@ -231,6 +236,8 @@ class SpawnerPool:
 
     def _restage(self, worker: Worker, take_slot: Callable[[], Slot]) -> None:
         """Move a creator on, then let it serve again; callbacks, for a task would cost more."""
+        if self._closed:
+            return
         try:
             worker.slot = take_slot()
             call = worker.call(OP_STAGE, worker.slot.procs_paths)
@@ -331,7 +338,11 @@ class SpawnerPool:
         """The child lives in the slot now; the creator moves on before it serves again."""
         worker.slot = None
         if self._take_slot is not None:
-            self._restage(worker, self._take_slot)
+            if 2 * len(self._free) >= self._count:
+                loop = asyncio.get_running_loop()
+                loop.call_later(_REST_S, self._restage, worker, self._take_slot)
+            else:
+                self._restage(worker, self._take_slot)
         elif slot is not None:
             self._run(self._leave(worker, slot))
         else:

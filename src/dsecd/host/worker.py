@@ -46,7 +46,12 @@ class Worker:
     """One spawner process and the calls it has not answered yet."""
 
     def __init__(
-        self, binary: str, init: str, base_filter: bytes, on_lost: Callable[[Worker], None]
+        self,
+        binary: str,
+        init: str,
+        base_filter: bytes,
+        on_lost: Callable[[Worker], None],
+        by_path: bool = False,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
@@ -62,7 +67,10 @@ class Worker:
             ours.setblocking(False)
             self._socket = ours
             self._process = subprocess.Popen(
-                [binary, str(theirs.fileno()), init, str(filter_file.fileno())],
+                [
+                    *(binary, str(theirs.fileno()), init, str(filter_file.fileno())),
+                    *(["by-path"] if by_path else ()),
+                ],
                 pass_fds=[theirs.fileno(), filter_file.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a ^C on the daemon's terminal is not for it

@@ -1,0 +1,246 @@
+"""What scripts/vm-test runs: boot a guest, run one command in it, end with its exit status.
+
+Debian's kernel package is fetched once and unpacked into a cache; nothing is installed. The RAM
+disk is made here: busybox, the few modules that reach the root, a script. The host's / is shared by
+9p; what the guest changes is gone with it. /tmp, /var/tmp and /var/lib/dsec are on a disk of its
+own, for EROFS images must lie on a disk file system. Output comes through a console of its own, so
+that messages of the kernel do not mix with it; those are shown when the guest dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import lzma
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+META_PACKAGE = "linux-image-6.12-amd64"
+CACHE = Path("/var/cache/dsec-vm")
+MODULES = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "crc32c_generic", "ext4", "virtio_rng")
+COMMAND_LINE = (
+    "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
+    "nokaslr init_on_alloc=0 rcupdate.rcu_expedited=1 swiotlb=noforce "
+    "lsm=landlock,yama,apparmor,bpf"
+)
+# Without cx16 off, kernels from 6.12 on now and then fail to boot under TCG.
+CPU, SMT_CPU = "max,-cx16", "Skylake-Client-v1,-cx16"
+SMT = "4,sockets=1,cores=2,threads=2"
+EXIT = "vm-test: exit "
+START = r"""#!/bin/busybox sh
+b=/bin/busybox
+$b mount -t proc proc /proc
+$b mount -t sysfs sysfs /sys
+$b mount -t devtmpfs devtmpfs /dev
+for module in {modules}; do $b insmod /modules/$module; done
+share=trans=virtio,version=9p2000.L,cache=loose,msize=512000,ro
+$b mkdir /host /memory /new
+$b mount -t 9p -o $share host /host
+$b mount -t tmpfs -o size=60% tmpfs /memory
+$b mkdir /memory/upper /memory/work
+$b mount -t overlay -o lowerdir=/host,upperdir=/memory/upper,workdir=/memory/work overlay /new
+$b mkdir -p /new/run /new/lib/modules /new/disk
+$b mount -t proc proc /new/proc
+$b mount -t sysfs sysfs /new/sys
+$b mount -t devtmpfs devtmpfs /new/dev
+$b mkdir -p /new/dev/pts /new/dev/shm
+$b mount -t devpts devpts /new/dev/pts
+$b mount -t tmpfs tmpfs /new/dev/shm
+$b mount -t tmpfs tmpfs /new/run
+$b mount -t 9p -o $share modules /new/lib/modules
+$b mount -t cgroup2 cgroup2 /new/sys/fs/cgroup
+$b mount -t bpf bpf /new/sys/fs/bpf
+$b mount -t securityfs securityfs /new/sys/kernel/security
+$b mount -t ext4 /dev/vda /new/disk
+$b ip link set lo up
+$b cp /command /new/run/command
+exec $b switch_root /new /bin/bash /run/command
+"""
+COMMAND = r"""
+exec </dev/null >/dev/hvc0 2>&1
+export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
+for place in /tmp /var/tmp /var/lib/dsec; do
+  mkdir -p -m 1777 "$place" "/disk$place"
+  mount --bind "/disk$place" "$place"
+done
+modprobe -a erofs loop btrfs
+cd {checkout}
+( {command} )
+echo "{exit}$?"
+echo o >/proc/sysrq-trigger
+sleep 60
+"""
+
+
+class Failed(Exception):
+    """The guest cannot be made or did not answer; the message says why."""
+
+
+class Kernel:
+    """An unpacked kernel package."""
+
+    def __init__(self, tree: Path) -> None:
+        self.modules = tree / "lib/modules"
+        self.release = next(self.modules.iterdir()).name
+        self.image = tree / f"boot/vmlinuz-{self.release}"
+
+    def loading_order(self, names: Sequence[str]) -> list[Path]:
+        """Return the files of `names` and of what they need, each after what it needs."""
+        folder = self.modules / self.release
+        needs: dict[str, list[str]] = {}
+        for line in (folder / "modules.dep").read_text().splitlines():
+            file, _, others = line.partition(":")
+            needs[Path(file).name.partition(".")[0]] = [*reversed(others.split()), file]
+        found: dict[str, None] = {}
+        for name in names:
+            found.update(dict.fromkeys(needs.get(name, ())))  # absent: built in
+        return [folder / file for file in found]
+
+
+def fetch_kernel() -> Kernel:
+    """Return the kernel of the newest package that apt knows, from the cache if it is there."""
+    shown = _output("apt-cache", "depends", META_PACKAGE)
+    names = [line.split()[-1] for line in shown.splitlines() if "Depends: linux-image-" in line]
+    if not names:
+        raise Failed(f"apt knows no {META_PACKAGE}; run apt-get update")
+    tree = CACHE / names[0]
+    if not tree.exists():
+        print(f"vm-test: fetching {names[0]}", flush=True)
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            _output("apt-get", "download", "-qq", names[0], cwd=scratch)
+            package = next(Path(scratch).glob("*.deb"))
+            _output("dpkg-deb", "-x", str(package), f"{scratch}/tree")
+            _output("depmod", "-b", f"{scratch}/tree", names[0].removeprefix("linux-image-"))
+            with contextlib.suppress(OSError):  # another run was faster
+                (Path(scratch) / "tree").rename(tree)
+    return Kernel(tree)
+
+
+def _output(*command: str, cwd: str | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Failed(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def ram_disk(kernel: Kernel, command: str) -> bytes:
+    """Return the archive that the guest starts from (newc format of cpio)."""
+    modules = kernel.loading_order(MODULES)
+    start = START.replace("{modules}", " ".join(path.name.removesuffix(".xz") for path in modules))
+    script = COMMAND.replace("{command}", command).replace("{exit}", EXIT)
+    script = script.replace("{checkout}", shlex.quote(str(Path(__file__).parents[1])))
+    entries = [(name, 0o40755, b"") for name in ("bin", "dev", "modules", "proc", "sys")]
+    entries.append(("bin/busybox", 0o100755, Path("/bin/busybox").read_bytes()))
+    entries += [("init", 0o100755, start.encode()), ("command", 0o100644, script.encode())]
+    for path in modules:
+        data = path.read_bytes()
+        if path.suffix == ".xz":
+            data = lzma.decompress(data)
+        entries.append((f"modules/{path.name.removesuffix('.xz')}", 0o100644, data))
+    entries.append(("TRAILER!!!", 0, b""))
+    return b"".join(_entry(number, *entry) for number, entry in enumerate(entries, 1))
+
+
+def _entry(number: int, name: str, mode: int, data: bytes) -> bytes:
+    text = name.encode() + b"\0"
+    fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(text), 0)
+    head = ("070701" + "".join(f"{field:08x}" for field in fields)).encode() + text
+    return head + bytes(-len(head) % 4) + data + bytes(-len(data) % 4)
+
+
+def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
+    """Return the command; files of the guest are in `scratch`."""
+    argv = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35"]
+    argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    argv += ["-cpu", SMT_CPU if smt else CPU, "-smp", SMT if smt else "2", "-m", str(memory_mb)]
+    argv += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd")]
+    argv += ["-append", COMMAND_LINE, "-serial", f"file:{scratch / 'console'}"]
+    argv += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out"]
+    argv += ["-device", "virtconsole,chardev=out", "-device", "virtio-rng-pci"]
+    for tag, path in (("host", "/"), ("modules", str(kernel.modules))):
+        shared = f"local,id={tag},path={path},security_model=none,readonly=on,multidevs=remap"
+        argv += ["-fsdev", shared, "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+    drive = f"file={scratch / 'disk'},if=none,id=disk,format=raw,cache=unsafe"
+    return [*argv, "-drive", drive, "-device", "virtio-blk-pci,drive=disk"]
+
+
+@contextlib.contextmanager
+def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
+    """Yield a directory with the guest's RAM disk and an empty disk."""
+    with tempfile.TemporaryDirectory(prefix="dsec-vm-", dir="/var/tmp") as name:
+        scratch = Path(name)
+        (scratch / "initrd").write_bytes(ram_disk(kernel, command))
+        with (scratch / "disk").open("wb") as disk:
+            disk.truncate(8 << 30)
+        _output("mkfs.ext4", "-q", "-O", "^has_journal", str(scratch / "disk"))
+        yield scratch
+
+
+def run(command: str, smt: bool, memory_mb: int, timeout_s: float) -> int:
+    """Run `command` in a guest; return its exit status. Raises `Failed`."""
+    kernel = fetch_kernel()
+    print(f"vm-test: booting {kernel.release}", flush=True)
+    with prepared(kernel, command) as scratch:
+        guest = subprocess.Popen(
+            qemu(kernel, scratch, smt, memory_mb),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        timer = threading.Timer(timeout_s, guest.kill)
+        timer.start()
+        try:
+            status = _follow(guest)
+        finally:
+            timer.cancel()
+            guest.kill()
+            guest.wait()
+        if status is None:
+            console = (scratch / "console").read_text(errors="replace")
+            raise Failed(f"the guest ended, or took over {timeout_s:.0f} s\n{console[-4000:]}")
+        return status
+
+
+def _follow(guest: subprocess.Popen[str]) -> int | None:
+    """Pass on what the guest prints; return the status that it prints last."""
+    assert guest.stdout is not None
+    for line in guest.stdout:
+        if line.startswith(EXIT):
+            return int(line.removeprefix(EXIT))
+        print(line.rstrip("\r\n"), flush=True)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="vm-test")
+    parser.add_argument("--run", metavar="COMMAND")
+    parser.add_argument("--smt", action="store_true")
+    parser.add_argument("--memory-mb", type=int, default=4096)
+    parser.add_argument("--timeout-s", type=float, default=1500.0)
+    options, rest = parser.parse_known_args()
+    if os.geteuid() != 0:
+        parser.error("needs root: it shares this host's / with the guest")
+    if shutil.which("qemu-system-x86_64") is None:
+        parser.error("qemu-system-x86 is missing")
+    command = options.run
+    if command is None:
+        tests = ["-m", "vm", "-p", "no:cacheprovider", *(rest or ["tests"])]
+        command = f"DSEC_TEST_PATIENCE=15 .venv/bin/python -m pytest {shlex.join(tests)}"
+    try:
+        return run(command, options.smt, options.memory_mb, options.timeout_s)
+    except Failed as error:
+        print(f"vm-test: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
