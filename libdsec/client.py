@@ -15,6 +15,7 @@ from libdsec.batch import Batch
 from libdsec.errors import DSecError, WrongState
 from libdsec.layers import Layers
 from libdsec.link import Link, pack, unpack
+from libdsec.progress import ImportCallback, progress_items
 from libdsec.sandbox import Sandbox
 
 _ANSWER_S = 1.0  # the daemon knows better why a create took too long: let it say so first
@@ -101,21 +102,31 @@ class DSecClient:
     # --- sandboxes
 
     async def run_container(
-        self, args: model.DSecContainerRunArgs, timeout: float | None = None
+        self,
+        args: model.DSecContainerRunArgs,
+        timeout: float | None = None,
+        *,
+        on_progress: ImportCallback | None = None,
     ) -> Sandbox:
         """Create a container sandbox and return it running.
 
         `timeout` in seconds. A cancelled or timed-out call leaves no sandbox; a lost connection
-        is retried with the same idempotency key and gives the same one. Raises `NotFound` (no
-        such image), `InvalidArgument`, `Exhausted` (host full; retryable), `Timeout`.
+        is retried with the same idempotency key and gives the same one. An image that has to be
+        pulled from its registry takes as long as it takes; `on_progress` is told how far that is.
+        Raises `NotFound` (no such image), `InvalidArgument`, `Exhausted` (host full; retryable),
+        `Timeout`, `Unavailable` for a registry that does not give the image.
         """
-        create = model.CreateArgs(key=os.urandom(16).hex(), args=args, timeout_s=timeout)
+        create = model.CreateArgs(
+            key=os.urandom(16).hex(), args=args, timeout_s=timeout,
+            progress=on_progress is not None,
+        )  # fmt: skip
         info = await self._link.call(
             "sandbox.create",
             create,
             model.SandboxInfo,
             retry=True,
             timeout_s=0 if timeout is None else timeout + _ANSWER_S,
+            on_item=progress_items(on_progress),
             on_late_result=self._discard,
         )
         return Sandbox(self._link, info)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -11,10 +11,10 @@ from libdsec import build, model
 from libdsec.build import Create, StepCallback
 from libdsec.errors import AlreadyExists, NotFound
 from libdsec.execution import TextCallback
-from libdsec.link import Link, pack, unpack
+from libdsec.link import Link
+from libdsec.progress import ImportCallback, progress_items
 
 LayerInfos: TypeAlias = list[model.LayerInfo]
-ImportCallback: TypeAlias = Callable[[model.ImportProgress], None]
 
 
 class Layers:
@@ -58,16 +58,31 @@ class Layers:
         args = model.LayerImport(
             name=name, source=source, replace=replace, at=at, progress=on_progress is not None
         )
-        if on_progress is None:
-            return await self._link.call("layer.import", args, model.LayerInfo, timeout_s=0)
-        call = await self._link.start("layer.import", pack(args))
-        try:
-            while (raw := await call.next_item()) is not None:
-                on_progress(unpack(raw, model.ImportProgress))
-            return unpack(await call.result(), model.LayerInfo)
-        finally:
-            if not call.closed:
-                call.cancel()
+        return await self._link.call(
+            "layer.import", args, model.LayerInfo, timeout_s=0, on_item=progress_items(on_progress)
+        )
+
+    async def collapse(
+        self,
+        name: str,
+        to: str,
+        *,
+        replace: bool = False,
+        on_progress: ImportCallback | None = None,
+    ) -> model.LayerInfo:
+        """Make one layer of layer `name` (or a digest) and all that it was made on, named `to`.
+
+        A sandbox of it has the same files and defaults; the new layer has no layers below it. Adds
+        no content to the store. `to` may be `name` itself, with `replace`. Raises `NotFound`,
+        `AlreadyExists` when `to` is taken, unless `replace`.
+        """
+        args = model.LayerCollapse(
+            name=name, to=to, replace=replace, progress=on_progress is not None
+        )
+        return await self._link.call(
+            "layer.collapse", args, model.LayerInfo, timeout_s=0,
+            on_item=progress_items(on_progress),
+        )  # fmt: skip
 
     async def build(
         self,

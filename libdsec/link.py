@@ -203,21 +203,23 @@ class Link:
         target: str = "",
         retry: bool = False,
         timeout_s: float | None = None,
+        on_item: Callable[[msgspec.Raw], None] | None = None,
         on_late_result: Callable[[msgspec.Raw], None] | None = None,
     ) -> T:
-        """Make a call without streams and return its decoded result.
+        """Make a call that sends no stream and return its decoded result.
 
         `retry` repeats it on a new connection after a loss (calls that may run twice). `timeout_s`
-        None takes the client's `request_timeout_s`; 0 waits for ever. `on_late_result` undoes an
-        answer that arrives after the call was cancelled.
+        None takes the client's `request_timeout_s`; 0 waits for ever. `on_item` is told what comes
+        before the answer; what it raises ends the call. `on_late_result` undoes an answer that
+        arrives after the call was given up.
         """
         limit = self.request_timeout_s if timeout_s is None else timeout_s
-        packed = pack(args)
+        work = self._repeat(op, pack(args), target, retry, on_item, on_late_result)
         if not limit:
-            return unpack(await self._repeat(op, packed, target, retry, on_late_result), kind)
+            return unpack(await work, kind)
         try:
             async with asyncio.timeout(limit):
-                raw = await self._repeat(op, packed, target, retry, on_late_result)
+                raw = await work
         except TimeoutError as error:
             raise Timeout(f"{op} was not answered within {limit:g} s", timeout_s=limit) from error
         return unpack(raw, kind)
@@ -228,18 +230,22 @@ class Link:
         args: msgspec.Raw,
         target: str,
         retry: bool,
+        on_item: Callable[[msgspec.Raw], None] | None,
         on_late_result: Callable[[msgspec.Raw], None] | None,
     ) -> msgspec.Raw:
         while True:
             call = await self.start(op, args, target)
             try:
+                if on_item is not None:
+                    while (item := await call.next_item()) is not None:
+                        on_item(item)
                 return await call.result()
-            except ConnectionLost:
-                if not retry:
+            except BaseException as error:
+                if error is not call.error:  # cancelled, or not wanted any more by `on_item`
+                    call.cancel(on_late_result)
                     raise
-            except asyncio.CancelledError:
-                call.cancel(on_late_result)
-                raise
+                if not retry or not isinstance(error, ConnectionLost):
+                    raise
 
     def post(self, op: str, args: Any, target: str = "") -> None:
         """Send a request whose answer does not matter; after a loss, on the next connection.

@@ -17,6 +17,7 @@ from libdsec.model_layers import CollectArgs as CollectArgs
 from libdsec.model_layers import Collected as Collected
 from libdsec.model_layers import ImageConfig as ImageConfig
 from libdsec.model_layers import ImportProgress as ImportProgress
+from libdsec.model_layers import LayerCollapse as LayerCollapse
 from libdsec.model_layers import LayerImport as LayerImport
 from libdsec.model_layers import LayerInfo as LayerInfo
 from libdsec.model_layers import LayerRef as LayerRef
@@ -97,11 +98,15 @@ class DSecContainerRunArgs(_Args):
 
 
 class CreateArgs(_Args):
-    """op `sandbox.create` → `SandboxInfo`. The same `key` gives the same sandbox."""
+    """op `sandbox.create` → `SandboxInfo`. The same `key` gives the same sandbox.
+
+    With `progress` a stream of `ImportProgress` while an image is pulled from its registry.
+    """
 
     key: str
     args: DSecContainerRunArgs
     timeout_s: float | None = None
+    progress: bool = False
 
 
 class CreateManyArgs(_Args):
@@ -186,7 +191,7 @@ class Event(_Info):
     sandbox: str
     kind: Literal[
         "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "packed",
-        "dropped",
+        "checkpoint", "checkpoint_deleted", "rollback", "dropped",
     ]  # fmt: skip
     detail: dict[str, str] = {}
 

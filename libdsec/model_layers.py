@@ -55,8 +55,22 @@ class LayerImport(_Args):
     progress: bool = False
 
 
+class LayerCollapse(_Args):
+    """op `layer.collapse` → `LayerInfo`; with `progress` a stream of `ImportProgress`.
+
+    One layer without parents is made of layer `name` and all below it, and gets the name `to`.
+    """
+
+    name: str
+    to: str
+    replace: bool = False
+    progress: bool = False
+
+
 class ImportProgress(_Info):
-    """An item of `layer.import`: bytes done in this stage; `total` 0 when nobody knows.
+    """An item of `layer.import`, `layer.collapse`, and of `sandbox.create` while it pulls.
+
+    Bytes done in this stage; `total` 0 when nobody knows.
 
     Items may be left out: a slow reader sees the newest.
     """
@@ -88,7 +102,7 @@ class Collected(_Info):
 
 
 class CheckpointRef(_Args):
-    """op `sandbox.rollback` → `Checkpoint`."""
+    """op `sandbox.rollback` → `Checkpoint`; op `sandbox.delete_checkpoint` → None."""
 
     id: str
     checkpoint: str

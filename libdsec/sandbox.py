@@ -197,7 +197,8 @@ class Sandbox:
 
         Takes milliseconds when no process lives in the sandbox; else the changes are copied while
         its processes stand still. Memory of processes is not part of it. A checkpoint lasts as
-        long as the sandbox.
+        long as the sandbox, or until it is deleted. Raises `Exhausted` when too many lie on one
+        another: `pack_diff` makes a layer of them.
         """
         ref = model.SandboxRef(id=self.id)
         return await self._link.call("sandbox.checkpoint", ref, model.Checkpoint)
@@ -216,6 +217,16 @@ class Sandbox:
         name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
         args = model.CheckpointRef(id=self.id, checkpoint=name)
         return await self._link.call("sandbox.rollback", args, model.Checkpoint)
+
+    async def delete_checkpoint(self, checkpoint: str | model.Checkpoint) -> None:
+        """Forget a checkpoint; its id is not used again.
+
+        What it saved is freed as soon as nothing stands on it: the present files, another
+        checkpoint, a branch. Raises `NotFound`.
+        """
+        name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
+        args = model.CheckpointRef(id=self.id, checkpoint=name)
+        await self._link.call("sandbox.delete_checkpoint", args, type(None))
 
     async def branch(
         self, count: int = 1, checkpoint: str | model.Checkpoint | None = None

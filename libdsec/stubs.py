@@ -53,7 +53,8 @@ from libdsec.files import (
     WriteInfo,
     Written,
 )
-from libdsec.layers import ImportCallback, LayerInfos
+from libdsec.layers import LayerInfos
+from libdsec.progress import ImportCallback
 from libdsec.result import CommandResult
 from libdsec.sandbox import Checkpoints
 from libdsec.transfer import Progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+
+from libdsec import ImportProgress
 
 
 def plain(value: Any) -> Any:
@@ -83,7 +86,10 @@ def progress(label: str, total: int | None, *, silent: bool) -> Iterator[Any]:
 
 @contextmanager
 def stages(label: str, *, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Show work of several stages; yields a function of stage, bytes done and in all (or 0)."""
+    """Show work of several stages; yields a function of stage, bytes done and in all (or 0).
+
+    The bar comes with the first stage.
+    """
     console = Console(stderr=True)
     if silent or not console.is_terminal:
         yield lambda stage, done, total: None
@@ -92,15 +98,23 @@ def stages(label: str, *, silent: bool) -> Iterator[Callable[[str, int, int], No
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(),
         TimeElapsedColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    bar = Progress(*columns, console=console, transient=True)
+    with contextlib.ExitStack() as shown:
         task = bar.add_task(label, total=None)
 
         def show(stage: str, done: int, total: int) -> None:
+            if not bar.live.is_started:  # nothing is shown of what needs none of it
+                shown.enter_context(bar)
             # a source may hold more than its file's size says: an archive that is compressed
             bar.tasks[0].total = total if 0 < done <= total else None  # update() cannot unset it
             bar.update(task, description=f"{label}: {stage}", completed=done)
 
         yield show
+
+
+def staged(show: Callable[[str, int, int], None]) -> Callable[[ImportProgress], None]:
+    """Return what shows a daemon's progress by the function that `stages` yields."""
+    return lambda progress: show(progress.stage, progress.done, progress.total)
 
 
 def size(count: float) -> str:

@@ -57,7 +57,10 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("-l", "--label", multiple=True, metavar="NAME=VALUE")
 @click.option("--allow", multiple=True, metavar="SERVICE", help="Network rule, e.g. pypi.")
 @click.option("--deny", multiple=True, metavar="SERVICE")
-@click.option("--timeout", type=float, default=120.0, show_default=True, help="For the creation.")
+@click.option(
+    "--timeout", type=float, metavar="SECONDS",
+    help="For the creation, with the pull of IMAGE. [default: the daemon's, without it]",
+)  # fmt: skip
 @_limit_options
 @json_option
 @connected
@@ -75,7 +78,7 @@ async def run(
     label: tuple[str, ...],
     allow: tuple[str, ...],
     deny: tuple[str, ...],
-    timeout: float,
+    timeout: float | None,
     **limits: Any,
 ) -> int:
     """Create a sandbox from IMAGE and print its id, or run COMMAND in it.
@@ -96,7 +99,8 @@ async def run(
         network_rules=rules or None,
         **{name: value for name, value in limits.items() if value is not None},
     )
-    sandbox = await client.run_container(args, timeout=timeout)
+    with output.stages(f"pulling {image}", silent=settings.json) as show:
+        sandbox = await client.run_container(args, timeout=timeout, on_progress=output.staged(show))
     if not argv and not tty:
         _announce(settings, sandbox)
         return 0

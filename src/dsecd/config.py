@@ -104,12 +104,24 @@ class Store(_Section, frozen=True):
 class Cache(_Section, frozen=True):
     """Of a store that is not on a local disk; `directory` "" → `<state>/cache`, 0: no bound.
 
-    `use` always: read even a store on a local disk through it.
+    `use` always: read even a store on a local disk through it. `on_demand` pre-access: without
+    FUSE; reads give zeros when dsecd and dsec-blobd are killed at once (docs/environments.md).
+    Of `size_mb` an eighth bounds images and chunk indexes, the rest chunks.
     """
 
     use: Literal["auto", "always"] = "auto"
+    on_demand: Literal["fuse", "pre-access"] = "fuse"
     directory: str = ""
     size_mb: int = 0
+
+    @property
+    def copies_bytes(self) -> int:
+        """What images and indexes may take; those of mounted layers stay beyond it."""
+        return (self.size_mb << 20) // 8
+
+    @property
+    def chunks_bytes(self) -> int:
+        return (self.size_mb << 20) - self.copies_bytes
 
 
 class Limits(_Section, frozen=True):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from dsecd.config import split_address
+from libdsec.errors import DSecError
 
 BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 Sample = Mapping[str, float]
@@ -20,6 +22,11 @@ Sample = Mapping[str, float]
 
 def _escape(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    """Whole up to 2^53: a counter that is rounded seems to stand still."""
+    return f"{value:.16g}"
 
 
 class Counter:
@@ -36,7 +43,7 @@ class Counter:
         out = [f"# HELP {self.name} {self.text}", f"# TYPE {self.name} counter"]
         for value, count in sorted(self.values.items()):
             tag = f'{{{self.label}="{_escape(value)}"}}' if self.label else ""
-            out.append(f"{self.name}{tag} {count:g}")
+            out.append(f"{self.name}{tag} {_number(count)}")
         return out
 
 
@@ -61,6 +68,76 @@ class Histogram:
         return [*out, f"{self.name}_sum {self.total:.6f}", f"{self.name}_count {seen}"]
 
 
+class Foreign(NamedTuple):
+    """A number that another process counts, found under `key` in what it answers."""
+
+    key: str
+    name: str
+    kind: Literal["counter", "gauge"]
+    text: str
+
+
+# Counters begin at 0 when dsec-blobd is started anew, as Prometheus expects of a restart.
+BLOBD = (
+    Foreign("reads", "dsec_blobd_reads_total", "counter", "Reads of served blobs."),
+    Foreign("hits", "dsec_blobd_hits_total", "counter", "Reads answered from the cache."),
+    Foreign("waits", "dsec_blobd_misses_total", "counter", "Reads that waited for the store."),
+    Foreign("read_errors", "dsec_blobd_read_errors_total", "counter", "Reads that failed."),
+    Foreign("fetches", "dsec_blobd_fetches_total", "counter", "Requests to the store."),
+    Foreign("fetched_bytes", "dsec_blobd_fetched_bytes_total", "counter", "Bytes the store sent."),
+    Foreign("fetch_faults", "dsec_blobd_fetch_faults_total", "counter", "Fetches tried again."),
+    Foreign(
+        "damaged_chunks", "dsec_blobd_damaged_chunks_total", "counter",
+        "Chunks of the store that were not those of the index.",
+    ),
+    Foreign(
+        "prefetched_chunks", "dsec_blobd_prefetched_chunks_total", "counter",
+        "Chunks fetched before they were read.",
+    ),
+    Foreign("evicted_bytes", "dsec_blobd_evicted_bytes_total", "counter", "Bytes evicted."),
+    Foreign(
+        "no_room", "dsec_blobd_no_room_total", "counter",
+        "Fetches that failed because nothing could be evicted.",
+    ),
+    Foreign("restarts", "dsec_blobd_restarts_total", "counter", "Deaths seen by this dsecd."),
+    Foreign("used_bytes", "dsec_blobd_cache_bytes", "gauge", "Bytes of blobs in the cache."),
+    Foreign("limit_bytes", "dsec_blobd_cache_limit_bytes", "gauge", "Their bound, 0: none."),
+    Foreign("blobs", "dsec_blobd_blobs", "gauge", "Registered blobs."),
+    Foreign("holds", "dsec_blobd_held_layers", "gauge", "Layers mounted on the cache's files."),
+    Foreign("waiting", "dsec_blobd_waiting_reads", "gauge", "Reads that wait for the store now."),
+    Foreign(
+        "latency_us", "dsec_blobd_store_latency_us", "gauge",
+        "Moving average of the store's time to the first byte.",
+    ),
+)  # fmt: skip
+FOREIGN_S = 2.0  # a process that does not answer in time is left out of the text
+
+
+class _Process:
+    """Another process that counts."""
+
+    def __init__(self, rows: Sequence[Foreign], read: Callable[[], Awaitable[Sample]]) -> None:
+        self._rows, self._read = rows, read
+        self._asking: asyncio.Future[Sample] | None = None
+
+    async def lines(self) -> list[str]:
+        """Return [] when it does not answer in time. The question stands: to cancel it costs the
+        connection, which others use, too."""
+        asking = self._asking = self._asking or asyncio.ensure_future(self._read())
+        done, _ = await asyncio.wait({asking}, timeout=FOREIGN_S)
+        if not done:
+            return []
+        self._asking = None
+        if asking.cancelled() or isinstance(asking.exception(), DSecError):
+            return []
+        sample, out = asking.result(), []
+        for row in self._rows:
+            if row.key in sample:
+                out += [f"# HELP {row.name} {row.text}", f"# TYPE {row.name} {row.kind}"]
+                out.append(f"{row.name} {_number(sample[row.key])}")
+        return out
+
+
 class Registry:
     """Everything `dsecd` counts. Gauges are read when scraped."""
 
@@ -79,10 +156,20 @@ class Registry:
             "dsec_events_dropped_total", "Events not delivered to slow subscribers."
         )
         self._gauges: list[tuple[str, str, str, Callable[[], Sample]]] = []
+        self._foreign: list[_Process] = []
 
     def gauge(self, name: str, text: str, label: str, read: Callable[[], Sample]) -> None:
         """Register `read`, which returns ``{label value: number}``; label "" → key ""."""
         self._gauges.append((name, text, label, read))
+
+    def foreign(self, rows: Sequence[Foreign], read: Callable[[], Awaitable[Sample]]) -> None:
+        """Register `read`, which asks another process; what it leaves out is not shown."""
+        self._foreign.append(_Process(rows, read))
+
+    async def scrape(self) -> str:
+        """Return all of the text, other processes' numbers included."""
+        lines = [line for process in self._foreign for line in await process.lines()]
+        return self.render() + "".join(f"{line}\n" for line in lines)
 
     def render(self) -> str:
         lines: list[str] = []
@@ -93,7 +180,7 @@ class Registry:
             lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
             for value, number in sorted(read().items()):
                 tag = f'{{{label}="{_escape(value)}"}}' if label else ""
-                lines.append(f"{name}{tag} {number:g}")
+                lines.append(f"{name}{tag} {_number(number)}")
         return "\n".join(lines) + "\n"
 
 
@@ -125,7 +212,7 @@ class Exposition:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with asyncio.timeout(10):
                 await reader.readuntil(b"\r\n\r\n")
-                body = self._registry.render().encode()
+                body = (await self._registry.scrape()).encode()
                 head = (
                     "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"
                     f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

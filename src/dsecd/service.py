@@ -22,7 +22,7 @@ from dsecd.engine.admission import Host
 from dsecd.engine.journal import Journal
 from dsecd.engine.manager import Manager, Step, no_step
 from dsecd.engine.recovery import recover
-from dsecd.metrics import Exposition, Registry
+from dsecd.metrics import BLOBD, Exposition, Registry
 from libdsec.errors import Unavailable
 
 logger = logging.getLogger("dsecd")
@@ -124,6 +124,7 @@ class Service:
             "dsec_memory_requested_bytes", "Memory limits of live sandboxes.", "",
             lambda: {"": float(manager.admission.memory_requested)},
         )  # fmt: skip
+        registry.foreign(BLOBD, self.backend.layers().stats)
 
     async def close(self, keep: bool) -> None:
         """End the daemon; with `keep` the sandboxes go on and wait for the next one."""

@@ -160,6 +160,7 @@ class HttpStore:
     latency_s: float = 0.0
     status: int = 0  # answer with this instead
     stall: threading.Event = field(default_factory=threading.Event)  # set: no answer at all
+    pause: threading.Event = field(default_factory=threading.Event)  # set: no more than a quarter
     truncate: bool = False  # send half of what the header promises
     short: bool = False  # answer with half of the range, consistently
     requests: list[tuple[str, int, int]] = field(default_factory=list)
@@ -198,6 +199,7 @@ class HttpStore:
 
     def __exit__(self, *exc: object) -> None:
         self.stall.clear()
+        self.pause.clear()
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
@@ -239,4 +241,7 @@ class HttpStore:
         if self.truncate:
             data = data[: len(data) // 2]
             handler.close_connection = True
-        handler.wfile.write(data)
+        handler.wfile.write(data[: len(data) // 4])
+        while self.pause.is_set():
+            time.sleep(0.01)
+        handler.wfile.write(data[len(data) // 4 :])

@@ -1,11 +1,14 @@
 """dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is
-reached; ``fail-each-step`` makes each step of the spawner fail once, in turn.
+reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
+``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
+checkpoint was copied; ``fail-a-mount`` lets mounts of layers fail.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,8 +18,11 @@ import msgspec
 
 from dsecd import __main__ as entry
 from dsecd import config as configuration
-from dsecd import log
-from dsecd.backends import container
+from dsecd import fastpath, log
+from dsecd.backends import container, container_checkpoints
+from dsecd.backends.container_checkpoints import Checkpoints
+from dsecd.backends.container_holding import Holding
+from dsecd.backends.container_roots import unneeded
 from dsecd.host.plan import STEPS, ContainerPlan
 
 
@@ -31,8 +37,55 @@ def fail_each_step() -> None:
     container.compile_plan = compile_failing  # type: ignore[assignment]
 
 
+def die_in_a_deletion(after: bool) -> None:
+    """SIGKILL when there is something to free, before or after it is."""
+    tidy = Checkpoints.tidy
+
+    async def deadly(self: Checkpoints, holding: Holding) -> bool:
+        found = bool(unneeded(holding.roots))
+        if after:
+            await tidy(self, holding)
+        if found:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    Checkpoints.tidy = deadly  # type: ignore[method-assign]
+
+
+def die_in_a_copy() -> None:
+    """SIGKILL when a checkpoint's copy is made and not yet known of."""
+    copy = container_checkpoints._copy_tree
+
+    async def deadly(source: Path, target: Path) -> None:
+        await copy(source, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    container_checkpoints._copy_tree = deadly
+
+
+def fail_a_mount(order: Path) -> None:
+    """Fail the nth call that mounts a layer, when the file `order` says n."""
+
+    def wrap(name: str) -> None:
+        real = getattr(fastpath, name)
+
+        def call(*args: object, **options: object) -> object:
+            left = int(order.read_text()) if order.exists() else 0
+            if left == 1:
+                order.unlink()
+                raise fastpath.StepError(errno.EIO, f"{name}, told to fail")
+            if left:
+                order.write_text(str(left - 1))
+            return real(*args, **options)
+
+        setattr(fastpath, name, call)
+
+    for name in ("mount_erofs", "open_tree", "move_mount"):
+        wrap(name)
+
+
 def main() -> int:
-    """``crashing_dsecd.py STEP[:N]|fail-each-step --config FILE``"""
+    """``crashing_dsecd.py STEP[:N]|FAULT --config FILE``"""
     name, _, nth = sys.argv[1].partition(":")
     left = int(nth or 1)
 
@@ -45,6 +98,12 @@ def main() -> int:
 
     if name == "fail-each-step":
         fail_each_step()
+    if name == "fail-a-mount":
+        fail_a_mount(Path(sys.argv[3]).with_name("fail-a-mount"))
+    if name == "in-a-copy":
+        die_in_a_copy()
+    if name in ("before-tidy", "after-tidy"):
+        die_in_a_deletion(after=name == "after-tidy")
     config = configuration.load(Path(sys.argv[3]))
     log.configure(config.log)
     return entry.run(config, keep=False, step=step)

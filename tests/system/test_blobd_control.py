@@ -8,6 +8,7 @@ import os
 import random
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -87,6 +88,10 @@ async def test_mutated_requests_do_no_harm(service: Service) -> None:
         ("prefetch", {"blobs": [blob.id], "ranges": [[0, 0, 4]], "priority": 1}),
         ("trace_start", {"trace": 1, "blobs": [blob.id]}),
         ("trace_read", {"trace": 1, "from": 0}),
+        ("hold", {"layer": "1" * 64, "blobs": [blob.id], "watch": True}),
+        ("holds", {"from": 0}),
+        ("release", {"layer": "1" * 64}),
+        ("descriptor", {"which": 1}),
     ]
 
     def storm() -> None:
@@ -196,6 +201,7 @@ async def test_a_trace_names_first_reads_in_their_order(service: Service) -> Non
 
 
 async def test_a_trace_is_replayed_in_order_in_small_requests(service: Service) -> None:
+    await service.blobd.configure(Settings(fetch_max=128 << 10))  # whatever the pace of the store
     with lab.HttpStore(service.store, latency_s=0.01) as store:
         blob = lab.random_blob(service.store, service.cache, 64)
         await service.blobd.add(blob.id, store.source(blob))
@@ -211,6 +217,39 @@ async def test_a_trace_is_replayed_in_order_in_small_requests(service: Service) 
         for chunk in (40, 0, 20):
             assert await service.read(blob, chunk) == service.expect(blob, chunk)
         assert len(store.requests) == 7  # all of it was there
+
+
+async def test_a_prefetch_takes_in_what_is_wanted_nearby(service: Service) -> None:
+    if service.kind == "twin":
+        pytest.skip("the twin asks for each range by itself")
+    await service.blobd.configure(Settings(fetch_min=1 << 20))
+    with lab.HttpStore(service.store) as store:
+        blob = lab.random_blob(service.store, service.cache, 350)
+        await service.blobd.add(blob.id, store.source(blob))
+        store.stall.set()
+        others = tuple((0, 40 + 20 * number, 1) for number in range(16))  # one for each thread
+        await service.blobd.prefetch(Trace((blob.id,), others))
+        await until(lambda: len(store.requests) == 16)
+        trace = Trace((blob.id,), ((0, 9, 1), (0, 2, 1), (0, 6, 2), (0, 13, 1)))
+        await service.blobd.prefetch(trace)
+        store.stall.clear()
+        await until(lambda: settled(service))
+        ranges = sorted((first, last) for _, first, last in store.requests[16:])
+        chunk = lab.CHUNK
+        # a gap of one chunk is read, one of three is not
+        assert ranges == [(2 * chunk, 3 * chunk - 1), (6 * chunk, 10 * chunk - 1),
+                          (13 * chunk, 14 * chunk - 1)]  # fmt: skip
+        assert (await service.blobd.stat(blob.id)).present == 16 + 1 + 4 + 1
+
+
+async def test_the_table_of_descriptors_is_large_before_there_are_threads(
+    service: Service,
+) -> None:
+    """Growing it later makes reads wait for an RCU grace period."""
+    if service.kind == "twin":
+        pytest.skip("the twin has one thread")
+    status = Path(f"/proc/{service.blobd.hello.pid}/status").read_text()
+    assert int(status.partition("FDSize:")[2].split()[0]) >= 1024
 
 
 async def settled(service: Service) -> bool:

@@ -71,12 +71,43 @@ async def test_a_request_covers_128_kib_and_more_on_a_slow_store(service: Servic
         await service.blobd.add(blob.id, store.source(blob))
         await service.read(blob, 1)
         assert store.requests[-1][1:] == (0, 2 * lab.CHUNK - 1)
-        store.latency_s = 0.03
-        for chunk in range(10, 60, 10):
+        for chunk in range(10, 110, 10):  # how fast it sends is known then
+            await service.read(blob, chunk)
+        store.latency_s = 0.5  # so much comes meanwhile that a larger request costs little more
+        for chunk in range(5, 105, 20):
             await service.read(blob, chunk)
         await service.read(blob, 120)
         _, first, last = store.requests[-1]
         assert (first, last) == (112 * lab.CHUNK, 128 * lab.CHUNK - 1)
+
+
+async def test_a_read_goes_on_while_the_rest_of_its_request_comes(service: Service) -> None:
+    if service.kind == "twin":
+        pytest.skip("the twin looks at whole answers")
+    await service.blobd.configure(Settings(demand_ms=5000, fetch_min=1 << 20))
+    with lab.HttpStore(service.store) as store:
+        blob = lab.random_blob(service.store, service.cache, 16)
+        await service.blobd.add(blob.id, store.source(blob))
+        store.pause.set()
+        assert await service.read(blob, 1) == service.expect(blob, 1)
+        last = asyncio.create_task(service.read(blob, 15))
+        await asyncio.sleep(0.1)
+        assert not last.done()
+        store.pause.clear()
+        assert await last == service.expect(blob, 15)
+        assert len(store.requests) == 1
+
+
+async def test_requests_one_after_the_other_use_one_connection(service: Service) -> None:
+    if service.kind == "twin":
+        pytest.skip("the twin has a connection per thread")
+    with lab.HttpStore(service.store) as store:
+        blob = lab.random_blob(service.store, service.cache, 100)
+        await service.blobd.add(blob.id, store.source(blob))
+        for chunk in range(0, 100, 10):
+            assert await service.read(blob, chunk) == service.expect(blob, chunk)
+        assert len(store.requests) > 3
+        assert len(store.open) == 1
 
 
 async def test_names_that_are_not_registered_do_not_exist(service: Service) -> None:

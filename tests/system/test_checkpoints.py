@@ -152,8 +152,12 @@ async def test_checkpoints_survive_a_kill_of_dsecd(host: Daemon, upper: str) -> 
     assert not list((host.runtime / "checkpoints").iterdir())
 
 
-async def test_a_packed_sandbox_contains_what_its_checkpoints_hold(client: DSecClient) -> None:
-    async with await client.run_container(arguments()) as box:
+@pytest.mark.parametrize("upper", KINDS)
+async def test_a_packed_sandbox_contains_what_its_checkpoints_hold(
+    client: DSecClient, upper: str
+) -> None:
+    """And what came after them: an upper on disk is in another directory since."""
+    async with await client.run_container(arguments(upper)) as box:
         await shell(box, "echo one > /root/a; echo one > /root/b; rm /etc/group")
         await box.checkpoint()
         await shell(box, "rm /root/a; echo two > /root/b")

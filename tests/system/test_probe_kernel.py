@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import struct
 import time
 from pathlib import Path
 
@@ -80,3 +81,25 @@ def test_functions_are_found_in_btf() -> None:
     assert probe_network.btf_function(source.read_bytes(), b"vfs_read") > 0
     with pytest.raises(Unsupported):
         probe_network.btf_function(source.read_bytes(), b"no_such_function_here")
+
+
+@pytest.mark.root
+@pytest.mark.needs("fuse")
+def test_fuse_says_which_protocol_the_kernel_speaks() -> None:
+    assert probe.feature("fuse").reason.startswith("protocol 7.")
+
+
+@pytest.mark.parametrize(
+    ("flags", "high", "short", "works"),
+    [(1 << 30, 1 << 7, False, True), (1 << 30, 0, False, False), (0, 1 << 7, False, False),
+     (1 << 30, 1 << 7, True, False)],
+)  # fmt: skip
+def test_a_kernel_that_does_not_resend_is_named(
+    flags: int, high: int, short: bool, works: bool
+) -> None:
+    request = bytes(40) + struct.pack("<5I", 7, 41, 0, flags, high)
+    text = probe_mounts.describe_fuse(request[:56] if short else request)
+    assert text.startswith("protocol 7.41")
+    assert ("6.9" in text) != works
+    with pytest.raises(Unsupported):
+        probe_mounts.describe_fuse(bytes(30))

@@ -9,6 +9,7 @@ import io
 import json
 import socket
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from libdsec import DSecClient, DSecContainerRunArgs
+from libdsec import DSecClient, DSecContainerRunArgs, ImportProgress, Sandbox
 from libdsec.errors import NotFound, Unavailable
 from tests.system.daemon import Daemon, daemon, make_rootfs
 
@@ -170,6 +171,41 @@ async def test_an_image_is_pulled_once_at_its_first_use(
     assert [info.name for info in await client.layers.list()] == [pushed]
     assert host.log().count("from its registry") == 1
     await asyncio.gather(*(box.stop() for box in boxes))
+
+
+async def test_a_pull_shows_how_far_it_is_and_a_batch_pulls_once(
+    host: Daemon, client: DSecClient, pushed: str
+) -> None:
+    seen: list[ImportProgress] = []
+    args = DSecContainerRunArgs(container_image=pushed)
+    first = asyncio.ensure_future(client.run_container(args, on_progress=seen.append))
+    made = [one async for one in client.run_containers(args, 8)]
+    boxes = [*[one for one in made if isinstance(one, Sandbox)], await first]
+    assert len(boxes) == 9, made
+    assert host.log().count("from its registry") == 1
+    assert seen
+    assert {item.stage for item in seen} <= {"waiting", "fetching", "reading", "storing"}
+    await asyncio.gather(*(box.stop() for box in boxes))
+
+
+async def test_a_failed_image_pull_is_visible_to_the_client(
+    host: Daemon, client: DSecClient, registry: str
+) -> None:
+    nobody = DSecContainerRunArgs(container_image="localhost:1/nobody/listens:1")
+    nothing = DSecContainerRunArgs(container_image=f"{registry}/nobody/nothing:1")
+    for args in (nobody, nothing):
+        wanted = f"{args.container_image} cannot be copied from its registry: ."
+        with pytest.raises(Unavailable, match=wanted):
+            await client.run_container(args, on_progress=lambda item: None)
+        made = [one async for one in client.run_containers(args, 2)]
+        assert all(isinstance(one, Unavailable) and wanted[:-1] in str(one) for one in made)
+        command = ["-m", "dsec", "--endpoint", f"unix:{host.socket}", "run", args.container_image]
+        ran = await asyncio.to_thread(
+            subprocess.run, [sys.executable, *command], capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 1
+        assert ran.stderr.startswith(f"dsec: {wanted[:-1]}"), ran.stderr
+    assert await client.list_sandboxes() == []
 
 
 async def test_what_was_asked_for_wins_over_the_images_defaults(

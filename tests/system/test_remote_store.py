@@ -38,9 +38,10 @@ async def store(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def reader(store: Path) -> AsyncIterator[tuple[Daemon, DSecClient]]:
+async def reader(store: Path, on_demand: str = "fuse") -> AsyncIterator[tuple[Daemon, DSecClient]]:
+    cache = {"use": "always", "on_demand": on_demand}
     async with (
-        daemon(base=False, store={"url": str(store)}, cache={"use": "always"}) as running,
+        daemon(base=False, store={"url": str(store)}, cache=cache) as running,
         DSecClient(f"unix:{running.socket}") as client,
     ):
         yield running, client
@@ -119,3 +120,61 @@ async def test_a_restart_keeps_the_cache_and_its_readers(store: Path) -> None:
             known = await again.connect(box.id)
             assert await hashes(known) == sums(store)
             await known.stop()
+
+
+async def test_metrics_tell_what_dsec_blobd_counts(store: Path) -> None:
+    args = DSecContainerRunArgs(container_image=IMAGE, toolkits=["toolkit/big:1"])
+    async with reader(store) as (running, client), await client.run_container(args) as box:
+        assert await hashes(box) == sums(store)
+        first = await scrape(running)
+        assert first["dsec_blobd_reads_total"] >= first["dsec_blobd_misses_total"] > 0
+        assert first["dsec_blobd_fetched_bytes_total"] >= BIG
+        assert first["dsec_blobd_cache_bytes"] >= BIG
+        assert first["dsec_blobd_read_errors_total"] == 0
+        assert first["dsec_creates_total"] == 1
+        for process in blobd_of(running):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        while (again := await scrape(running)).get("dsec_blobd_restarts_total") != 1:
+            assert again["dsec_creates_total"] == 1
+            await asyncio.sleep(0.05)
+        assert again["dsec_blobd_blobs"] == first["dsec_blobd_blobs"]
+
+
+async def scrape(running: Daemon) -> dict[str, float]:
+    stream, writer = await asyncio.open_unix_connection(running.runtime / "metrics.sock")
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+    _, _, body = (await stream.read()).decode().partition("\r\n\r\n")
+    writer.close()
+    rows = (line.rsplit(" ", 1) for line in body.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in rows}
+
+
+@pytest.mark.needs("pre_access")
+async def test_sandboxes_on_pre_access_live_through_kills(store: Path) -> None:
+    """Its keeper, or dsecd, is always there: when both are gone it fails open."""
+    args = DSecContainerRunArgs(container_image=IMAGE, toolkits=["toolkit/big:1"])
+    async with reader(store, "pre-access") as (running, client):
+        blobs = running.state / "cache/blobs"
+        boxes = await asyncio.gather(*(client.run_container(args) for _ in range(3)))
+        assert sum(path.stat().st_blocks * 512 for path in blobs.iterdir()) < BIG // 2
+        expected = sums(store)
+        reading = [asyncio.create_task(hashes(box)) for box in boxes]
+        for process in blobd_of(running):
+            if process.name() == "dsec-blobd":
+                process.kill()
+        running.kill()
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await running.start()
+        async with DSecClient(f"unix:{running.socket}") as again:
+            for process in blobd_of(running):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            for box in boxes:
+                assert await hashes(await again.connect(box.id)) == expected
+            async with await again.run_container(args) as fresh:
+                assert await hashes(fresh) == expected
+            for box in boxes:
+                await (await again.connect(box.id)).stop()

@@ -61,5 +61,8 @@ def test_nothing_overrides_nothing() -> None:
 def test_a_stack_has_a_limit() -> None:
     parents = [f"p{n}" for n in range(MAX_LAYERS - 1)]
     assert len(compose(layer("s", "snapshot", parents)).layers) == MAX_LAYERS
-    with pytest.raises(InvalidArgument, match="at most 60 can be stacked"):
+    with pytest.raises(InvalidArgument, match=r"at most 60 .*; make one of the 60 .* collapse$"):
         compose(layer("s", "snapshot", parents), layer("w", "workspace"))
+    toolkits = [layer(f"t{n}", "toolkit") for n in range(MAX_LAYERS)]
+    with pytest.raises(InvalidArgument, match="at most 60 can be stacked; use fewer toolkits"):
+        compose(layer("b"), None, toolkits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from dsec import output
+from dsec.layer import absolute
 from dsec.main import cli
 from libdsec import model
 from libdsec.errors import NotFound
@@ -21,10 +24,12 @@ class Daemon(WireServer):
         super().__init__(root)
         self.imports: list[model.LayerImport] = []
         self.packs: list[model.PackArgs] = []
+        self.collapses: list[model.LayerCollapse] = []
         self.collections: list[model.CollectArgs] = []
         self.on |= {
             "layer.import": self.note_import, "layer.get": self.layer_get,
             "sandbox.pack_diff": self.pack_diff, "layer.collect": self.collect,
+            "layer.collapse": self.collapse,
         }  # fmt: skip
 
     async def note_import(self, call: ServerCall) -> model.LayerInfo:
@@ -32,6 +37,12 @@ class Daemon(WireServer):
         self.imports.append(args)
         await call.send(model.ImportProgress(stage="reading", done=1, total=2))
         return await self.layer_import(call)
+
+    async def collapse(self, call: ServerCall) -> model.LayerInfo:
+        args = call.args(model.LayerCollapse)
+        self.collapses.append(args)
+        await call.send(model.ImportProgress(stage="reading", done=1, total=2))
+        return model.LayerInfo(name=args.to, digest="ab", size_bytes=1024, created_at=1.0)
 
     async def layer_get(self, call: ServerCall) -> model.LayerInfo:
         name = call.args(model.LayerRef).name
@@ -77,8 +88,8 @@ def dsec(server: Daemon, monkeypatch: pytest.MonkeyPatch) -> Dsec:
 @pytest.mark.parametrize(
     "source",
     [
-        "docker://reg.example/x:1", "oci:/srv/layout:tag", "oci-archive:x.tar",
-        "docker-archive:x.tar", "git:https://host/x.git#v1", "git:/srv/x",
+        "docker://reg.example/x:1", "oci:/srv/layout:tag", "oci-archive:/x.tar",
+        "docker-archive:/x.tar:name:tag", "git:https://host/x.git#v1", "git:/srv/x",
     ],
 )  # fmt: skip
 def test_sources_with_a_scheme_pass_untouched(server: Daemon, dsec: Dsec, source: str) -> None:
@@ -95,6 +106,26 @@ def test_paths_are_made_absolute(server: Daemon, dsec: Dsec) -> None:
     assert [(args.at, args.replace) for args in server.imports] == [("/opt", False), ("", True)]
 
 
+def test_paths_of_a_remote_daemon_are_left_to_it() -> None:
+    """Relative paths used to mean the daemon's working directory, whoever asked."""
+    here = str(Path.cwd())
+    assert absolute("oci:dir:tag") == f"oci:{here}/dir:tag"
+    assert absolute("oci-archive:../x.tar") == f"oci-archive:{here}/../x.tar"
+    assert absolute("docker-archive:x.tar:a/b:1") == f"docker-archive:{here}/x.tar:a/b:1"
+    assert absolute("git:../x#main") == f"git:{here}/../x#main"
+    assert absolute("git:ssh://x/y") == "git:ssh://x/y"
+    assert absolute("git:host:y") == "git:host:y"  # what git itself calls a URL
+
+
+def test_collapse_names_the_result(server: Daemon, dsec: Dsec) -> None:
+    made = dsec("layer", "collapse", "snapshot/x", "--to", "base/y:1", "--replace")
+    assert server.collapses == [
+        model.LayerCollapse(name="snapshot/x", to="base/y:1", replace=True, progress=True)
+    ]
+    assert made.stdout == "base/y:1 ab 1.0 KiB\n"
+    dsec("layer", "collapse", "snapshot/x", code=2)  # without a name it would be garbage
+
+
 def test_run_with_workspace_and_toolkits(server: Daemon, dsec: Dsec) -> None:
     name = dsec(
         "run", "--workspace", "workspace/w", "--toolkit", "toolkit/a", "--toolkit", "toolkit/b", "b"
@@ -102,6 +133,28 @@ def test_run_with_workspace_and_toolkits(server: Daemon, dsec: Dsec) -> None:
     args = server.sandboxes[name].args
     assert args is not None
     assert (args.workspace, args.toolkits) == ("workspace/w", ["toolkit/a", "toolkit/b"])
+
+
+def test_run_shows_the_pull_of_an_image_and_waits_for_it(
+    server: Daemon, dsec: Dsec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    @contextlib.contextmanager
+    def stages(label: str, *, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
+        yield lambda stage, done, total: shown.append(f"{label}: {stage} {done}/{total}")
+
+    async def create(call: ServerCall) -> model.SandboxInfo:
+        args = call.args(model.CreateArgs)
+        assert (args.progress, args.timeout_s) == (True, None)
+        for done in range(20):  # more than are sent without credit
+            await call.send(model.ImportProgress(stage="fetching", done=done))
+        return server.make(args.key, args.args)
+
+    server.on["sandbox.create"] = create
+    monkeypatch.setattr(output, "stages", stages)
+    assert dsec("run", "reg.example/x:1").stdout.strip() in server.sandboxes
+    assert shown == [f"pulling reg.example/x:1: fetching {done}/0" for done in range(20)]
 
 
 def test_pack(server: Daemon, dsec: Dsec) -> None:

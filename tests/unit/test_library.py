@@ -131,6 +131,39 @@ async def test_a_changed_file_adds_one_small_blob(library: Library) -> None:
     assert [blob.size for blob in two.manifest.blobs if blob != first] == [4096]
 
 
+@pytest.mark.parametrize("related", ["replaced", "parent"])
+async def test_chunks_that_another_host_put_are_not_put_again(
+    library: Library, store: DirectoryStore, place: Path, related: str
+) -> None:
+    big = bytes(range(256)) * 1024
+    one = await library.make("x:1", tree(a=big, b=b"1"), Recipe(kind="workspace"))
+    with KnownChunks(place / "elsewhere.db") as known:
+        other = Library(store, known, place / "scratch2", reserve=0)
+        parents = (one.digest,) if related == "parent" else ()
+        two = await other.make(
+            "x:1" if related == "replaced" else "y:1",
+            tree(a=big, b=b"2"),
+            Recipe(kind="workspace", parents=parents),
+            replace=True,
+        )
+    (first,) = one.manifest.blobs
+    assert first in two.manifest.blobs
+    assert [blob.size for blob in two.manifest.blobs if blob != first] == [4096]
+
+
+async def test_an_index_that_cannot_be_read_is_left_out(
+    library: Library, store: DirectoryStore, place: Path
+) -> None:
+    one = await library.make("x:1", tree(a=b"1", b=b"2"), Recipe(kind="base"))
+    (blob,) = one.manifest.blobs
+    await store.delete(f"indexes/{blob.id}")
+    await store.write(f"indexes/{blob.id}", b"damaged")
+    with KnownChunks(place / "elsewhere.db") as known:
+        other = Library(store, known, place / "scratch2", reserve=0)
+        two = await other.make("x:1", tree(a=b"1"), Recipe(kind="base"), replace=True)
+        assert blob not in two.manifest.blobs
+
+
 async def test_a_taken_name_is_moved_only_when_asked(library: Library) -> None:
     one = await library.make("x:1", tree(a=b"1"), Recipe(kind="base"))
     with pytest.raises(AlreadyExists, match="layer x:1 exists; use replace"):
@@ -241,6 +274,21 @@ async def test_a_mark_goes_when_the_layer_is_wanted_again(
     await garbage.collect(store, grace_s=0, wait_s=0)
     assert not any(key.startswith("trash/") for key in await keys(store))
     assert await store.size(f"blobs/{made.manifest.blobs[0].id}") is not None
+
+
+async def test_a_layer_that_can_be_found_has_its_parts_whatever_the_marks_say(
+    library: Library, store: DirectoryStore
+) -> None:
+    """As after a run that died when it had taken the mark from the layer, but not from the rest."""
+    made = await library.make("x", tree(a=b"1"), Recipe(kind="base"))
+    await library.remove("x")
+    await garbage.collect(store, grace_s=0, wait_s=0)
+    await store.delete(f"trash/{made.digest}")
+    before = {key for key in await keys(store) if not key.startswith("trash/")}
+    await garbage.collect(store, grace_s=0, wait_s=0)
+    assert {key for key in await keys(store) if not key.startswith("trash/")} == before
+    await garbage.collect(store, grace_s=0, wait_s=0)
+    assert not any(key.startswith(("layers/", "blobs/")) for key in await keys(store))
 
 
 async def test_nothing_of_a_build_is_collected(library: Library, store: DirectoryStore) -> None:

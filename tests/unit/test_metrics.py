@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dsecd import metrics
 from dsecd.metrics import Exposition, Histogram, Registry
+from libdsec.errors import Unavailable
 from tests.unit.engine_fixtures import bench
 
 LINE = re.compile(r'[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"\})? -?[0-9.e+-]+')
@@ -33,6 +35,42 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert [line for line in histogram.lines() if "bucket" in line] == [
         'h_bucket{le="0.1"} 2', 'h_bucket{le="1.0"} 3', 'h_bucket{le="+Inf"} 4',
     ]  # fmt: skip
+
+
+def test_large_counts_are_whole() -> None:
+    """1,000,001 was shown as 1e+06, so that a counter seemed to stand still."""
+    registry = Registry()
+    registry.creates.add(amount=1_000_001)
+    registry.gauge("dsec_y", "Text.", "", lambda: {"": (1 << 40) + 1})
+    assert "dsec_creates_total 1000001\n" in registry.render()
+    assert "dsec_y 1099511627777\n" in registry.render()
+
+
+async def test_numbers_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "FOREIGN_S", 0.02)
+    answers: list[asyncio.Future[dict[str, float]]] = []
+
+    async def read() -> dict[str, float]:
+        answers.append(asyncio.get_running_loop().create_future())
+        return await answers[-1]
+
+    registry = Registry()
+    registry.foreign(metrics.BLOBD, read)
+    assert "blobd" not in await registry.scrape()  # no answer, and the rest is shown
+    assert "dsec_creates_total 0" in await registry.scrape()
+    assert len(answers) == 1  # it was not asked again meanwhile
+    answers[0].set_result({"reads": 1 << 40, "used_bytes": 5})
+    text = await registry.scrape()
+    assert "# TYPE dsec_blobd_reads_total counter\ndsec_blobd_reads_total 1099511627776\n" in text
+    assert "# TYPE dsec_blobd_cache_bytes gauge\ndsec_blobd_cache_bytes 5\n" in text
+    assert "dsec_blobd_hits_total" not in text
+    for line in text.splitlines():
+        assert line.startswith("# ") or LINE.fullmatch(line), line
+    scrape = asyncio.create_task(registry.scrape())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    answers[1].set_exception(Unavailable("gone"))
+    assert "blobd" not in await scrape
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])

@@ -179,6 +179,9 @@ async def test_leftovers_go_after_a_day(store: Store, root: Path) -> None:
         os.utime(path, (0, time.time() - KEEP_S - 60))
     await (await open_store(str(root))).close()
     assert list((root / "tmp").iterdir()) == [new]
+    os.utime(new, (0, time.time() - KEEP_S - 60))
+    await store.tidy()  # of a daemon that is not started anew for months
+    assert list((root / "tmp").iterdir()) == []
 
 
 async def test_old_versions_go_after_a_day(store: Store, root: Path) -> None:

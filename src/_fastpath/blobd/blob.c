@@ -127,7 +127,8 @@ static int make_groups(struct blob *blob)
     blob->readers = calloc(blob->groups, sizeof *blob->readers);
     blob->referenced = calloc(blob->groups, 1);
     blob->busy = calloc(blob->count, 1);
-    if (!blob->group_first || !blob->readers || !blob->referenced || !blob->busy)
+    blob->wanted = calloc(blob->count, 1);
+    if (!blob->group_first || !blob->readers || !blob->referenced || !blob->busy || !blob->wanted)
         return -ENOMEM;
     for (uint32_t group = 0, chunk = 0; group <= blob->groups; group++) {
         while (chunk < blob->count && chunk_group(&blob->chunks[chunk]) < group)
@@ -252,6 +253,7 @@ static int open_parts(int cache, struct blob *blob, const char **why)
     if (error)
         return error;
     *why = "the map";
+    blob->inode = st.st_ino;
     error = open_map(blob, cache, st.st_ino, &trusted);
     if (!error)
         compare_with_file(blob, trusted);
@@ -288,6 +290,7 @@ void blob_close(struct blob *blob)
     free(blob->readers);
     free(blob->referenced);
     free(blob->busy);
+    free(blob->wanted);
     source_free(&blob->source);
     pthread_mutex_destroy(&blob->lock);
     free(blob);

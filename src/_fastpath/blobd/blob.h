@@ -47,6 +47,7 @@ struct blob {
     uint32_t count;
     struct chunk *chunks;
     int data; /* blobs/<id>, locked for this process */
+    uint64_t inode; /* of it */
     size_t map_size;
     void *map;
     _Atomic uint8_t *states; /* behind the header of the map */
@@ -60,10 +61,13 @@ struct blob {
 
     pthread_mutex_t lock; /* all below, every change of `states`, and `busy` */
     uint8_t *busy;        /* 1: a fetch of this chunk is under way */
+    uint8_t *wanted;      /* 1: a prefetch of this chunk is queued */
     uint32_t present;     /* chunks */
     uint64_t bytes;       /* of PRESENT and SUSPECT chunks, whole blocks */
     struct source source; /* a fetch takes a copy: it may be changed under way */
     bool pinned;
+    _Atomic bool watched; /* reads of the data file wait for us; preaccess.c */
+    uint32_t holds; /* layers mounted on the data file: it stays as it is */
     struct job *jobs; /* reads that wait for chunks */
 
     struct blob *next; /* of the removed ones; cache.c */

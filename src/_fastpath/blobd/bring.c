@@ -12,27 +12,51 @@
 #define PREFETCH_TRIES 3
 #define BACKOFF_NS 40000000ull
 #define BACKOFF_MAX_NS 2000000000ull
+#define STEP_BYTES (2u * CHUNK_MAX) /* of an answer that are kept at once */
 #define DISK_FULL_BYTES (4u << 20) /* freed beyond what is needed when the disk is full */
 
 /* What a fetch thread owns. */
 struct fetcher {
-    struct reader *reader;
     uint8_t *data;
     size_t room;
     unsigned seed;
 };
 
-static _Atomic uint64_t latency_ns; /* moving average of the time to the first byte */
+/* What has come of one request so far. */
+struct arrival {
+    struct fetcher *fetcher;
+    struct fetch *fetch;
+    uint64_t offset;    /* in the blob, of the first byte */
+    uint32_t next, end; /* chunks not yet looked at */
+    struct fault fault;
+};
+
+/* Moving averages, 0: none yet. */
+static _Atomic uint64_t latency_ns; /* until the first byte */
+static _Atomic uint64_t mib_ns;     /* for each MiB from then on */
 
 uint64_t store_latency_ns(void)
 {
     return atomic_load(&latency_ns);
 }
 
-static void note_latency(uint64_t ns)
+uint64_t store_window_bytes(void)
 {
-    uint64_t before = atomic_load(&latency_ns);
-    atomic_store(&latency_ns, before ? before - before / 8 + ns / 8 : ns);
+    uint64_t each = atomic_load(&mib_ns);
+    return each ? (atomic_load(&latency_ns) << 20) / each : 0;
+}
+
+static void average(_Atomic uint64_t *value, uint64_t ns)
+{
+    uint64_t before = atomic_load(value);
+    atomic_store(value, before ? before - before / 4 + ns / 4 : ns); /* the first ones are slow */
+}
+
+static void note_pace(struct pace pace, size_t size)
+{
+    average(&latency_ns, pace.first_ns);
+    if (pace.rest_ns && size >= CHUNK_MAX)
+        average(&mib_ns, (pace.rest_ns << 20) / size);
 }
 
 struct fetcher *fetcher_open(void)
@@ -41,9 +65,8 @@ struct fetcher *fetcher_open(void)
 
     if (!fetcher)
         return NULL;
-    fetcher->reader = reader_open();
     fetcher->seed = (unsigned)now_ns();
-    if (!fetcher->reader) {
+    if (!reader_add()) {
         free(fetcher);
         return NULL;
     }
@@ -134,19 +157,19 @@ static bool keep_run(struct fetch *fetch, const uint8_t *data, uint32_t from, ui
     return true;
 }
 
-/* Check the chunks [from, to) in the buffer and keep the good ones. */
-static void check_run(struct fetcher *fetcher, struct fetch *fetch, uint32_t from, uint32_t to,
+/* Check the chunks [from, to), which begin at `start`, and keep the good ones. */
+static void check_run(struct fetch *fetch, uint8_t *start, uint32_t from, uint32_t to,
                       struct fault *fault)
 {
     struct blob *blob = fetch->blob;
-    uint64_t start = chunk_offset(&blob->chunks[from]);
+    uint64_t offset = chunk_offset(&blob->chunks[from]);
     uint32_t good = from; /* first of the good ones not yet kept */
 
     for (uint32_t i = from; i <= to; i++) {
         bool ok = false;
         if (i < to) {
             const struct chunk *chunk = &blob->chunks[i];
-            uint8_t *data = fetcher->data + (chunk_offset(chunk) - start);
+            uint8_t *data = start + (chunk_offset(chunk) - offset);
             ok = sha256_is(data, chunk->size, chunk->digest);
             memset(data + chunk->size, 0, (size_t)chunk_blocks(chunk) * BLOCK - chunk->size);
             if (!ok) {
@@ -157,13 +180,31 @@ static void check_run(struct fetcher *fetcher, struct fetch *fetch, uint32_t fro
         }
         if (ok)
             continue;
-        if (good < i && !keep_run(fetch, fetcher->data + (chunk_offset(&blob->chunks[good]) - start),
-                                  good, i)) {
+        if (good < i && !keep_run(fetch, start + (chunk_offset(&blob->chunks[good]) - offset), good, i)) {
             fault->kind = FAULT_LASTING;
             strcpy(fault->text, "no room in the cache");
         }
         good = i + 1;
     }
+}
+
+/* Keep the chunks that are complete, some at a time: reads of them go on while the rest comes. */
+static void take_arrived(void *argument, size_t filled)
+{
+    struct arrival *arrival = argument;
+    const struct chunk *chunks = arrival->fetch->blob->chunks;
+    uint32_t from = arrival->next, to = from;
+
+    while (to < arrival->end && chunk_end(&chunks[to]) - arrival->offset <= filled)
+        to++;
+    bool last = to == arrival->end;
+    if (to == from || (!last && chunk_end(&chunks[to - 1]) - chunk_offset(&chunks[from]) < STEP_BYTES))
+        return;
+    check_run(arrival->fetch, arrival->fetcher->data + (chunk_offset(&chunks[from]) - arrival->offset),
+              from, to, &arrival->fault);
+    arrival->next = to;
+    if (!last)
+        jobs_wake(arrival->fetch);
 }
 
 static uint64_t attempt_ns(uint64_t deadline_ns)
@@ -195,16 +236,20 @@ static void attempt(struct fetcher *fetcher, struct fetch *fetch, const struct s
             continue;
         while (to < fetch->end && fetch_owns(fetch, to))
             to++;
-        uint64_t offset = chunk_offset(&blob->chunks[from]);
-        size_t size = (size_t)(chunk_end(&blob->chunks[to - 1]) - offset);
+        struct arrival arrival = { .fetcher = fetcher, .fetch = fetch, .next = from, .end = to,
+                                   .offset = chunk_offset(&blob->chunks[from]) };
+        size_t size = (size_t)(chunk_end(&blob->chunks[to - 1]) - arrival.offset);
         struct fault found;
-        uint64_t latency = source_read(fetcher->reader, source, offset, fetcher->data, size,
-                                       attempt_ns(fetch->deadline_ns), &found);
+        struct reader *reader = reader_take();
+        struct pace pace = source_read(reader, source, arrival.offset, fetcher->data, size,
+                                       attempt_ns(fetch->deadline_ns), take_arrived, &arrival, &found);
+        reader_give(reader);
         atomic_fetch_add(&counters.fetches, 1);
         if (!found.kind) {
-            note_latency(latency);
+            note_pace(pace, size);
             atomic_fetch_add(&counters.fetched_bytes, size);
-            check_run(fetcher, fetch, from, to, &found);
+            take_arrived(&arrival, size);
+            found = arrival.fault;
         }
         if (found.kind > fault->kind)
             *fault = found;

@@ -4,7 +4,7 @@
 
 #include "blobd/jobs.h"
 
-struct fetcher; /* what a fetch thread owns: connections and a buffer */
+struct fetcher; /* what a fetch thread owns */
 
 struct fetcher *fetcher_open(void);
 /* Bring what `fetch` owns, or fail; it owns nothing afterwards. */

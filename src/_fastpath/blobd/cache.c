@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "blobd/holds.h"
 #include "blobd/log.h"
 
 #define SECOND 1000000000ull
@@ -213,6 +214,7 @@ int cache_add(const char *id, struct source *source, struct blob **added, const 
     int error = open_blob(id, &blob, why);
     if (!error) {
         blob_swap_source(blob, source);
+        holds_apply(blob);
         *why = "its number";
         pthread_rwlock_wrlock(&registry_lock);
         error = insert(blob);
@@ -236,7 +238,7 @@ int cache_remove(const char *id)
     if (!blob)
         return -ENOENT;
     pthread_mutex_lock(&blob->lock);
-    error = blob->pinned ? -EBUSY : 0;
+    error = blob->pinned || blob->holds ? -EBUSY : 0;
     blob->removed = blob->removed || !error;
     pthread_mutex_unlock(&blob->lock);
     if (!error) {
@@ -327,7 +329,7 @@ static uint64_t pass(struct blob *blob, uint32_t group)
     uint64_t freed = 0;
 
     pthread_mutex_lock(&blob->lock);
-    if (!blob->pinned && !blob->removed && blob->bytes) {
+    if (!blob->pinned && !blob->holds && !blob->removed && blob->bytes) {
         if (atomic_load(&blob->referenced[group]))
             atomic_store(&blob->referenced[group], 0);
         else

@@ -2,8 +2,8 @@
  *
  * Bytes count whole: chunks of registered blobs, and files of blobs that nobody has registered (any
  * more), which go first when room is needed. Then a clock goes over the groups of all blobs: a group
- * that was read since the hand passed is spared once; a pinned blob, a group being read and chunks
- * being fetched are never touched.
+ * that was read since the hand passed is spared once; a pinned or held blob, a group being read and
+ * chunks being fetched are never touched.
  */
 #ifndef DSEC_BLOBD_CACHE_H
 #define DSEC_BLOBD_CACHE_H
@@ -35,7 +35,7 @@ uint64_t cache_used(void);
 struct blob *cache_find(const char *id);
 struct blob *cache_find_node(uint64_t nodeid);
 int cache_add(const char *id, struct source *source, struct blob **added, const char **why);
-int cache_remove(const char *id); /* -ENOENT, -EBUSY when pinned */
+int cache_remove(const char *id); /* -ENOENT, -EBUSY when pinned or held */
 void cache_unref(struct blob *blob);
 size_t cache_count(void);
 /* Blob number `n` in no particular order, NULL beyond the last. */

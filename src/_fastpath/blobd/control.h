@@ -11,6 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "blobd/blob.h"
 #include "wire/msgpack.h"
 
 #define FRAME_MAX (64u << 10)
@@ -28,6 +29,7 @@ struct call {
 
 struct service {
     int fuse;    /* descriptor of the connection */
+    int group, slots; /* of preaccess.c, or -1 */
     int state;   /* directory of what must survive the process */
     int keeper;  /* pid of the parent that starts us anew */
     bool resend; /* the kernel can ask for requests again */
@@ -43,10 +45,16 @@ void control_serve(int listener);
 void call_run(struct call *call, struct mp_bytes operation, struct mp_bytes frame);
 void call_fail(struct call *call, const char *code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+/* Arguments. Go to the value of `key`; false when it is not there. */
+bool call_seek(struct call *call, const char *key, struct mp_reader *value);
+uint64_t call_number(struct call *call, const char *key, uint64_t otherwise, uint64_t most);
+bool call_id(struct call *call, const char *key, char id[ID_SIZE]);
+bool call_take_id(struct mp_reader *value, char id[ID_SIZE]);
 
 /* state.c */
 void state_save(struct call *call, const char *name, struct mp_bytes frame);
 void state_forget(const char *name);
 void state_restore(void);
+bool state_restoring(void);
 
 #endif

@@ -8,8 +8,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "blobd/control.h"
+#include "blobd/holds.h"
 #include "blobd/jobs.h"
+#include "blobd/preaccess.h"
 #include "blobd/trace.h"
 
 #define FETCH_BYTES_MAX (8u << 20)
@@ -42,7 +43,7 @@ static void fail_errno(struct call *call, int error, const char *what)
 /* --- arguments ----------------------------------------------------------------------------- */
 
 /* Go to the value of `key`; false when it is not there. */
-static bool seek(struct call *call, const char *key, struct mp_reader *value)
+bool call_seek(struct call *call, const char *key, struct mp_reader *value)
 {
     *value = call->args;
     for (uint32_t count = mp_get_map(value); count && !value->failed; count--) {
@@ -53,11 +54,11 @@ static bool seek(struct call *call, const char *key, struct mp_reader *value)
     return false;
 }
 
-static uint64_t get_number(struct call *call, const char *key, uint64_t otherwise, uint64_t most)
+uint64_t call_number(struct call *call, const char *key, uint64_t otherwise, uint64_t most)
 {
     struct mp_reader value;
 
-    if (!seek(call, key, &value))
+    if (!call_seek(call, key, &value))
         return otherwise;
     uint64_t number = mp_get_u64(&value);
     if (value.failed || number > most)
@@ -66,7 +67,7 @@ static uint64_t get_number(struct call *call, const char *key, uint64_t otherwis
     return value.failed ? otherwise : number;
 }
 
-static bool take_id(struct mp_reader *value, char id[ID_SIZE])
+bool call_take_id(struct mp_reader *value, char id[ID_SIZE])
 {
     struct mp_bytes text = mp_get_str(value);
 
@@ -77,20 +78,20 @@ static bool take_id(struct mp_reader *value, char id[ID_SIZE])
     return true;
 }
 
-static bool get_id(struct call *call, char id[ID_SIZE])
+bool call_id(struct call *call, const char *key, char id[ID_SIZE])
 {
     struct mp_reader value;
 
-    if (seek(call, "id", &value) && take_id(&value, id))
+    if (call_seek(call, key, &value) && call_take_id(&value, id))
         return true;
-    call_fail(call, "invalid_argument", "id: not 64 hexadecimal digits");
+    call_fail(call, "invalid_argument", "%s: not 64 hexadecimal digits", key);
     return false;
 }
 
 static struct blob *get_blob(struct call *call)
 {
     char id[ID_SIZE];
-    struct blob *blob = get_id(call, id) ? cache_find(id) : NULL;
+    struct blob *blob = call_id(call, "id", id) ? cache_find(id) : NULL;
 
     if (!blob && !call->code)
         call_fail(call, "not_found", "no blob %s is registered", id);
@@ -102,12 +103,12 @@ static uint32_t get_blobs(struct call *call, struct blob **blobs)
 {
     struct mp_reader value;
     char id[ID_SIZE];
-    uint32_t wanted = seek(call, "blobs", &value) ? mp_get_array(&value) : 0, count = 0;
+    uint32_t wanted = call_seek(call, "blobs", &value) ? mp_get_array(&value) : 0, count = 0;
 
     if (wanted == 0 || wanted > TRACE_BLOBS_MAX)
         call_fail(call, "invalid_argument", "blobs: not a list of 1 to %u ids", TRACE_BLOBS_MAX);
     while (!call->code && count < wanted) {
-        if (!take_id(&value, id))
+        if (!call_take_id(&value, id))
             call_fail(call, "invalid_argument", "blobs: not ids");
         else if (!(blobs[count] = cache_find(id)))
             call_fail(call, "not_found", "no blob %s is registered", id);
@@ -129,8 +130,10 @@ static void put(struct call *call, const char *key, uint64_t value)
 
 static void do_hello(struct call *call, struct mp_bytes frame)
 {
-    static const char *const capabilities[] = { "take_over", "splice", "http", "sigv4", "interrupt" };
-    uint64_t version = get_number(call, "version", 0, UINT32_MAX);
+    static const char *const capabilities[] = { "take_over", "splice", "http",      "sigv4",
+                                                "interrupt", "hold",   "pre_access" };
+    uint32_t count = sizeof capabilities / sizeof *capabilities - !preaccess_enabled();
+    uint64_t version = call_number(call, "version", 0, UINT32_MAX);
 
     (void)frame;
     if (version != CONTROL_VERSION)
@@ -143,20 +146,20 @@ static void do_hello(struct call *call, struct mp_bytes frame)
     mp_put_text(&call->out, "resend");
     mp_put_bool(&call->out, service.resend);
     mp_put_text(&call->out, "capabilities");
-    mp_put_array(&call->out, sizeof capabilities / sizeof *capabilities);
-    for (size_t i = 0; i < sizeof capabilities / sizeof *capabilities; i++)
+    mp_put_array(&call->out, count);
+    for (uint32_t i = 0; i < count; i++)
         mp_put_text(&call->out, capabilities[i]);
 }
 
 static void do_configure(struct call *call, struct mp_bytes frame)
 {
-    uint64_t cache = get_number(call, "cache_bytes", limits.cache_bytes, INT64_MAX);
-    uint64_t demand = get_number(call, "demand_ms", limits.demand_ns / 1000000, 86400000);
-    uint64_t attempt = get_number(call, "attempt_ms", limits.attempt_ns / 1000000, 86400000);
-    uint64_t least = get_number(call, "fetch_min", limits.fetch_min, FETCH_BYTES_MAX);
-    uint64_t most = get_number(call, "fetch_max", limits.fetch_max, FETCH_BYTES_MAX);
-    uint64_t demands = get_number(call, "demand_threads", DEMAND_THREADS, THREADS_MAX);
-    uint64_t prefetches = get_number(call, "prefetch_threads", PREFETCH_THREADS, THREADS_MAX);
+    uint64_t cache = call_number(call, "cache_bytes", limits.cache_bytes, INT64_MAX);
+    uint64_t demand = call_number(call, "demand_ms", limits.demand_ns / 1000000, 86400000);
+    uint64_t attempt = call_number(call, "attempt_ms", limits.attempt_ns / 1000000, 86400000);
+    uint64_t least = call_number(call, "fetch_min", limits.fetch_min, FETCH_BYTES_MAX);
+    uint64_t most = call_number(call, "fetch_max", limits.fetch_max, FETCH_BYTES_MAX);
+    uint64_t demands = call_number(call, "demand_threads", DEMAND_THREADS, THREADS_MAX);
+    uint64_t prefetches = call_number(call, "prefetch_threads", PREFETCH_THREADS, THREADS_MAX);
 
     if (!demand || !attempt || !demands || !prefetches || least < CHUNK_MAX || most < least)
         call_fail(call, "invalid_argument",
@@ -179,7 +182,7 @@ static void put_stat(struct call *call, struct blob *blob)
     pthread_mutex_lock(&blob->lock);
     uint32_t present = blob->present;
     uint64_t bytes = blob->bytes;
-    bool pinned = blob->pinned;
+    bool pinned = blob->pinned || blob->holds;
     pthread_mutex_unlock(&blob->lock);
     mp_put_map(&call->out, 6);
     put(call, "length", blob->length);
@@ -200,9 +203,9 @@ static void do_add(struct call *call, struct mp_bytes frame)
     struct blob *blob = NULL;
     const char *why = "";
 
-    if (!get_id(call, id))
+    if (!call_id(call, "id", id))
         return;
-    if (!seek(call, "source", &value) || !source_read_description(&value, &source)) {
+    if (!call_seek(call, "source", &value) || !source_read_description(&value, &source)) {
         call_fail(call, "invalid_argument", "source: neither a file with a path nor http with a url");
         return;
     }
@@ -227,12 +230,12 @@ static void do_remove(struct call *call, struct mp_bytes frame)
     char id[ID_SIZE];
 
     (void)frame;
-    if (!get_id(call, id))
+    if (!call_id(call, "id", id))
         return;
     struct blob *blob = cache_find(id);
     int error = cache_remove(id);
     if (error) {
-        fail_errno(call, error, error == -EBUSY ? "the blob is pinned" : "the blob");
+        fail_errno(call, error, error == -EBUSY ? "the blob is pinned or held" : "the blob");
     } else {
         state_forget(id);
         jobs_end(blob);
@@ -286,7 +289,7 @@ static void do_stat(struct call *call, struct mp_bytes frame)
 
 static void do_list(struct call *call, struct mp_bytes frame)
 {
-    size_t from = get_number(call, "from", 0, SIZE_MAX), total = cache_count();
+    size_t from = call_number(call, "from", 0, SIZE_MAX), total = cache_count();
     size_t count = from >= total ? 0 : total - from < IDS_AT_ONCE ? total - from : IDS_AT_ONCE;
 
     (void)frame; /* this thread alone changes the registry */
@@ -339,11 +342,11 @@ static void do_prefetch(struct call *call, struct mp_bytes frame)
 {
     struct blob *blobs[TRACE_BLOBS_MAX];
     struct mp_reader value;
-    uint32_t priority = (uint32_t)get_number(call, "priority", 0, UINT32_MAX), queued = 0;
+    uint32_t priority = (uint32_t)call_number(call, "priority", 0, UINT32_MAX), queued = 0;
     uint32_t known = call->code ? 0 : get_blobs(call, blobs);
 
     (void)frame;
-    uint32_t count = seek(call, "ranges", &value) ? mp_get_array(&value) : 0;
+    uint32_t count = call_seek(call, "ranges", &value) ? mp_get_array(&value) : 0;
     for (uint32_t i = 0; known && i < count && !call->code; i++) {
         uint32_t parts = mp_get_array(&value);
         uint64_t at = mp_get_u64(&value), first = mp_get_u64(&value), chunks = mp_get_u64(&value);
@@ -364,7 +367,7 @@ static void do_prefetch(struct call *call, struct mp_bytes frame)
 static void do_trace_start(struct call *call, struct mp_bytes frame)
 {
     struct blob *blobs[TRACE_BLOBS_MAX];
-    uint64_t number = get_number(call, "trace", 0, UINT64_MAX);
+    uint64_t number = call_number(call, "trace", 0, UINT64_MAX);
     uint32_t count = call->code ? 0 : get_blobs(call, blobs);
     int error = count ? trace_start(number, blobs, count) : 0;
 
@@ -377,8 +380,8 @@ static void do_trace_start(struct call *call, struct mp_bytes frame)
 static void do_trace_read(struct call *call, struct mp_bytes frame)
 {
     static struct step steps[STEPS_AT_ONCE];
-    uint64_t number = get_number(call, "trace", 0, UINT64_MAX);
-    uint32_t from = (uint32_t)get_number(call, "from", 0, UINT32_MAX), copied, total;
+    uint64_t number = call_number(call, "trace", 0, UINT64_MAX);
+    uint32_t from = (uint32_t)call_number(call, "from", 0, UINT32_MAX), copied, total;
     int error = trace_read(number, from, steps, STEPS_AT_ONCE, &copied, &total);
 
     (void)frame;
@@ -398,7 +401,7 @@ static void do_trace_read(struct call *call, struct mp_bytes frame)
 
 static void do_trace_stop(struct call *call, struct mp_bytes frame)
 {
-    int error = trace_stop(get_number(call, "trace", 0, UINT64_MAX));
+    int error = trace_stop(call_number(call, "trace", 0, UINT64_MAX));
 
     (void)frame;
     if (error)
@@ -409,7 +412,8 @@ static void do_trace_stop(struct call *call, struct mp_bytes frame)
 static void do_descriptor(struct call *call, struct mp_bytes frame)
 {
     (void)frame;
-    call->fd = service.fuse;
+    uint64_t which = call_number(call, "which", 0, 2);
+    call->fd = which == 0 ? service.fuse : which == 1 ? service.group : service.slots;
     mp_put_map(&call->out, 0);
 }
 
@@ -430,6 +434,9 @@ static const struct {
     { "remove", do_remove },
     { "pin", do_pin },
     { "unpin", do_unpin },
+    { "hold", do_hold },
+    { "release", do_release },
+    { "holds", do_holds },
     { "stat", do_stat },
     { "list", do_list },
     { "stats", do_stats },

@@ -2,13 +2,13 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "blobd/bring.h"
 
 #define MILLISECOND 1000000ull
 #define PREFETCH_NS (30000 * MILLISECOND)
-#define FAST_STORE_NS (2 * MILLISECOND)
-#define SLOW_STORE_NS (4 * MILLISECOND)
+#define CHEAP 8 /* this part of what comes while the store thinks is not worth another request */
 
 struct prefetch {
     struct blob *blob;
@@ -20,7 +20,7 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t demand_ready, prefetch_ready;
     struct fetch *demands, **demands_end;
-    struct prefetch *prefetches;
+    struct prefetch *prefetches, *prefetches_last;
     uint32_t prefetch_count; /* queued and running */
     uint32_t demand_threads, prefetch_threads;
 } queue = { .lock = PTHREAD_MUTEX_INITIALIZER,
@@ -30,16 +30,14 @@ static struct {
 
 /* --- which chunks -------------------------------------------------------------------------- */
 
-/* Larger requests where each is slow, unless a prefetch brings the rest in the right order. */
-static uint64_t window_bytes(void)
+/* The largest window of at most `bytes`, within the limits; each is twice the one before. */
+static uint64_t window_of(uint64_t bytes)
 {
-    uint64_t wanted = limits.fetch_min, latency = store_latency_ns();
+    uint64_t window = limits.fetch_min;
 
-    if (prefetch_pending() == 0)
-        wanted = latency > SLOW_STORE_NS   ? limits.fetch_max
-                 : latency > FAST_STORE_NS ? limits.fetch_max / 2
-                                           : limits.fetch_min;
-    return wanted < limits.fetch_min ? limits.fetch_min : wanted;
+    while (2 * window <= bytes && 2 * window <= limits.fetch_max)
+        window *= 2;
+    return window;
 }
 
 static bool missing(struct blob *blob, uint32_t chunk)
@@ -52,7 +50,35 @@ static void own(struct fetch *fetch)
     for (uint32_t i = fetch->first; i < fetch->end; i++) {
         fetch->owned[(i - fetch->first) / 64] |= 1ULL << (i - fetch->first) % 64;
         fetch->blob->busy[i] = 1;
+        fetch->blob->wanted[i] = 0;
     }
+}
+
+/* Whether a quarter of the chunk's window is there or on its way. */
+static bool is_dense(struct blob *blob, uint32_t chunk, uint64_t window)
+{
+    uint64_t start = chunk_offset(&blob->chunks[chunk]) / window * window, bytes = 0;
+    uint32_t first = blob_find(blob, start);
+
+    for (uint32_t i = first; i < blob->count && chunk_offset(&blob->chunks[i]) < start + window; i++)
+        if (!missing(blob, i))
+            bytes += blob->chunks[i].size;
+    return bytes >= window / 4;
+}
+
+/* A read that nobody foresaw: what costs little more than the chunk alone, and up to as much as comes
+ * in the time of another request where much was read already. */
+static uint64_t demand_bytes(struct blob *blob, uint32_t chunk)
+{
+    uint64_t thought = store_window_bytes();
+    uint64_t wanted = window_of(thought / CHEAP), most = window_of(thought);
+
+    if (prefetch_pending() > 0)
+        return limits.fetch_min; /* it brings the rest in the right order */
+    for (uint64_t window = 2 * wanted; window <= most; window *= 2)
+        if (is_dense(blob, chunk, window))
+            wanted = window;
+    return wanted;
 }
 
 /* The run of missing chunks around `chunk` that begin in its window. */
@@ -81,7 +107,7 @@ static bool demand(struct blob *blob, uint32_t chunk, uint64_t deadline_ns)
     fetch->blob = blob_ref(blob);
     fetch->demand = true;
     fetch->deadline_ns = deadline_ns;
-    grow(fetch, chunk, window_bytes());
+    grow(fetch, chunk, demand_bytes(blob, chunk));
     own(fetch);
     pthread_mutex_lock(&queue.lock);
     *queue.demands_end = fetch;
@@ -129,7 +155,30 @@ static void *serve_demands(void *argument)
     return NULL;
 }
 
-/* The next run of missing chunks of `item`, at most one small request; false: none is left. */
+/* Let a run take in what else is wanted nearby; the lock of the blob is held. */
+static void join(struct fetch *fetch, uint64_t window)
+{
+    struct blob *blob = fetch->blob;
+    const struct chunk *chunks = blob->chunks;
+    uint64_t near = window / CHEAP;
+
+    for (uint32_t i = fetch->end; i < blob->count && i - fetch->first < FETCH_CHUNKS && missing(blob, i); i++) {
+        if (chunk_end(&chunks[i]) - chunk_offset(&chunks[fetch->first]) > window ||
+            chunk_offset(&chunks[i]) - chunk_end(&chunks[fetch->end - 1]) > near)
+            break;
+        if (blob->wanted[i])
+            fetch->end = i + 1;
+    }
+    for (uint32_t i = fetch->first; i-- > 0 && fetch->end - i <= FETCH_CHUNKS && missing(blob, i);) {
+        if (chunk_end(&chunks[fetch->end - 1]) - chunk_offset(&chunks[i]) > window ||
+            chunk_offset(&chunks[fetch->first]) - chunk_end(&chunks[i]) > near)
+            break;
+        if (blob->wanted[i])
+            fetch->first = i;
+    }
+}
+
+/* The next run of missing chunks of `item` and around it; false: none is left. */
 static bool next_run(struct prefetch *item, struct fetch *fetch)
 {
     struct blob *blob = item->blob;
@@ -139,13 +188,9 @@ static bool next_run(struct prefetch *item, struct fetch *fetch)
     while (item->first < item->end && !missing(blob, item->first))
         item->first++;
     if (item->first < item->end && !blob->removed) {
-        uint64_t limit = chunk_offset(&blob->chunks[item->first]) + limits.fetch_min;
         *fetch = (struct fetch){ .blob = blob, .first = item->first, .end = item->first + 1,
                                  .deadline_ns = now_ns() + PREFETCH_NS };
-        while (fetch->end < item->end && fetch->end - fetch->first < FETCH_CHUNKS &&
-               missing(blob, fetch->end) &&
-               chunk_offset(&blob->chunks[fetch->end]) < limit)
-            fetch->end++;
+        join(fetch, window_of(store_window_bytes()));
         own(fetch);
         item->first = fetch->end;
         found = true;
@@ -165,6 +210,8 @@ static void *serve_prefetches(void *argument)
             pthread_cond_wait(&queue.prefetch_ready, &queue.lock);
         struct prefetch *item = queue.prefetches;
         queue.prefetches = item->next;
+        if (!queue.prefetches)
+            queue.prefetches_last = NULL;
         pthread_mutex_unlock(&queue.lock);
         while (next_run(item, &fetch)) {
             atomic_fetch_add(&counters.prefetched_chunks, fetch.end - fetch.first);
@@ -187,14 +234,21 @@ int prefetch_add(struct blob *blob, uint32_t first, uint32_t count, uint32_t pri
         return -ENOMEM;
     *item = (struct prefetch){ .blob = blob, .first = first, .end = first + count,
                                .priority = priority };
+    pthread_mutex_lock(&blob->lock);
+    memset(blob->wanted + first, 1, count);
+    pthread_mutex_unlock(&blob->lock);
     pthread_mutex_lock(&queue.lock);
     bool full = queue.prefetch_count >= PREFETCHES_MAX;
     if (!full) {
-        struct prefetch **at = &queue.prefetches;
+        struct prefetch *last = queue.prefetches_last, **at = &queue.prefetches;
+        if (last && last->priority >= priority) /* the usual case */
+            at = &last->next;
         while (*at && (*at)->priority >= priority)
             at = &(*at)->next;
         item->next = *at;
         *at = item;
+        if (!item->next)
+            queue.prefetches_last = item;
         blob_ref(blob);
         queue.prefetch_count++;
         pthread_cond_signal(&queue.prefetch_ready);

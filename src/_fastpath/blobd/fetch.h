@@ -41,5 +41,7 @@ int prefetch_add(struct blob *blob, uint32_t first, uint32_t count, uint32_t pri
 uint32_t prefetch_pending(void);
 uint32_t jobs_waiting(void);
 uint64_t store_latency_ns(void);
+/* How much the store sends in the time that it takes to answer; 0: not known. */
+uint64_t store_window_bytes(void);
 
 #endif

@@ -11,6 +11,7 @@
 
 #include "blobd/fetch.h"
 #include "blobd/log.h"
+#include "blobd/preaccess.h"
 
 #define NOTIFY_RESEND 7 /* FUSE_NOTIFY_RESEND, Linux 6.9 */
 #define READ_MAX (1u << 20)
@@ -55,7 +56,11 @@ void fuse_reply_error(uint64_t unique, int error)
 {
     struct fuse_out_header header = { .len = sizeof header, .error = -error, .unique = unique };
     struct iovec part = { &header, sizeof header };
-    send_parts(&part, 1);
+
+    if (unique & PREACCESS_UNIQUE)
+        preaccess_answer(unique, false);
+    else
+        send_parts(&part, 1);
 }
 
 static bool open_pipe(void)
@@ -98,6 +103,10 @@ static bool splice_file(uint64_t unique, int file, uint64_t offset, uint32_t siz
 
 void fuse_reply_file(uint64_t unique, int file, uint64_t offset, uint32_t size)
 {
+    if (unique & PREACCESS_UNIQUE) {
+        preaccess_answer(unique, true);
+        return;
+    }
     if (splice_file(unique, file, offset, size))
         return;
     if (!lane.data)

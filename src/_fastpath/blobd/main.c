@@ -1,10 +1,12 @@
 /* dsec-blobd: serves the chunks of blobs, brought from a store when they are read.
  *
  *     dsec-blobd --fuse-fd N --control PATH --state DIR --cache DIR [--connection M] [--take-over]
+ *                [--group-fd N --slots-fd N]
  *
  * N: open /dev/fuse of a mounted connection; M: its number below /sys/fs/fuse/connections. PATH: the
  * control socket (control.h). DIR of the state: what must survive this process, on a file system that
- * need not survive the machine. --take-over: another process served the connection before.
+ * need not survive the machine. --take-over: another process served the connection before. Group and
+ * slots: a fanotify group and memory for preaccess.c.
  *
  * Two processes. The keeper holds the descriptors and does nothing but start the worker, and start it
  * again when it dies: the kernel keeps what the dead one had taken, and the new one asks for it again.
@@ -30,9 +32,11 @@
 #include "blobd/fetch.h"
 #include "blobd/fuse.h"
 #include "blobd/log.h"
+#include "blobd/preaccess.h"
 #include "native/kernel.h"
 
 #define FUSE_THREADS 4
+#define DESCRIPTORS 1024
 #define RESTART_MS 5
 #define RESTART_MAX_MS 1000
 #define STABLE_NS 1000000000ull /* a worker that lived this long starts the delays anew */
@@ -43,11 +47,12 @@ struct options {
     const char *connection;
     bool take_over; /* another process served this connection before */
     bool resend;    /* false: behave as on a kernel without FUSE_NOTIFY_RESEND */
+    int group, slots; /* of preaccess.c, or -1 */
 };
 
 static bool read_options(int argc, char **argv, struct options *options)
 {
-    *options = (struct options){ .fuse = -1, .resend = true };
+    *options = (struct options){ .fuse = -1, .resend = true, .group = -1, .slots = -1 };
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (strcmp(argv[i], "--no-resend") == 0) {
@@ -62,6 +67,10 @@ static bool read_options(int argc, char **argv, struct options *options)
             return false;
         if (strcmp(argv[i], "--fuse-fd") == 0)
             options->fuse = atoi(value);
+        else if (strcmp(argv[i], "--group-fd") == 0)
+            options->group = atoi(value);
+        else if (strcmp(argv[i], "--slots-fd") == 0)
+            options->slots = atoi(value);
         else if (strcmp(argv[i], "--control") == 0)
             options->control = value;
         else if (strcmp(argv[i], "--state") == 0)
@@ -148,12 +157,29 @@ static void take_over(const struct options *options)
         log_line(LOG_WARNING, "cannot ask for requests again", NULL, "%s", strerror(-error));
 }
 
+/* A table of descriptors that grows while there are threads waits for an RCU grace period, some 10 ms
+ * (expand_fdtable in fs/file.c): make it large before. */
+static void widen_descriptors(int fd)
+{
+    int high = fcntl(fd, F_DUPFD_CLOEXEC, DESCRIPTORS - 1);
+
+    if (high >= 0)
+        close(high);
+}
+
 static void work(const struct options *options, int listener, pid_t keeper)
 {
     prctl(PR_SET_NAME, "dsec-blobd");
-    service = (struct service){ .fuse = options->fuse, .keeper = keeper, .resend = options->resend };
+    widen_descriptors(options->fuse);
+    service = (struct service){ .fuse = options->fuse, .group = options->group, .slots = options->slots,
+                                .keeper = keeper, .resend = options->resend };
+    int error = options->group < 0 ? 0 : preaccess_open(options->group, options->slots);
+    if (error) {
+        log_line(LOG_ERROR, "cannot use the fanotify group", NULL, "%s", strerror(-error));
+        _exit(2);
+    }
     service.state = open(options->state, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    int error = service.state < 0 ? -errno : cache_open(options->cache);
+    error = service.state < 0 ? -errno : cache_open(options->cache);
     if (error) {
         log_line(LOG_ERROR, "cannot open the directories", NULL, "%s", strerror(-error));
         _exit(2);
@@ -168,6 +194,10 @@ static void work(const struct options *options, int listener, pid_t keeper)
     state_restore();
     if (!fuse_start(options->fuse, FUSE_THREADS)) {
         log_line(LOG_ERROR, "cannot start the threads of the connection", NULL, NULL);
+        _exit(2);
+    }
+    if (preaccess_enabled() && !preaccess_start()) {
+        log_line(LOG_ERROR, "cannot start the threads of the fanotify group", NULL, NULL);
         _exit(2);
     }
     log_line(LOG_INFO, "serving", NULL, "%zu blobs", cache_count());
@@ -234,11 +264,12 @@ int main(int argc, char **argv)
 
     if (!read_options(argc, argv, &options)) {
         fputs("usage: dsec-blobd --fuse-fd N --control PATH --state DIR --cache DIR"
-              " [--connection M] [--take-over] [--no-resend]\n", stderr);
+              " [--connection M] [--take-over] [--no-resend] [--group-fd N --slots-fd N]\n", stderr);
         return 2;
     }
     signal(SIGPIPE, SIG_IGN);
-    fcntl(options.fuse, F_SETFD, FD_CLOEXEC);
+    for (int i = 0; i < 3; i++)
+        fcntl((int[]){ options.fuse, options.group, options.slots }[i], F_SETFD, FD_CLOEXEC);
     raise_limits();
     int listener = control_listen(options.control);
     if (listener < 0) {

@@ -12,6 +12,8 @@
 
 #define CREDENTIALS_MAX 8192
 #define CONNECT_TIMEOUT_MS 5000
+#define RECEIVE_BYTES 65536L /* at once */
+#define FIRST_BYTES 65536u   /* of a file: how long they take is its latency */
 
 struct reader {
     CURL *curl;
@@ -19,7 +21,15 @@ struct reader {
     uint8_t *data;
     size_t room;
     size_t filled;
+    source_progress progress;
+    void *argument;
+    struct reader *next; /* free ones */
 };
+
+static struct {
+    pthread_mutex_t lock;
+    struct reader *last;
+} readers = { .lock = PTHREAD_MUTEX_INITIALIZER };
 
 struct credentials {
     char user[600]; /* "key:secret" */
@@ -111,25 +121,29 @@ bool source_read_description(struct mp_reader *r, struct source *source)
     return good;
 }
 
-static uint64_t set_fault(struct fault *fault, enum fault_kind kind, const char *text)
+static void set_fault(struct fault *fault, enum fault_kind kind, const char *text)
 {
     fault->kind = kind;
     snprintf(fault->text, sizeof fault->text, "%s", text);
-    return 0;
 }
 
 /* --- files --------------------------------------------------------------------------------- */
 
-static uint64_t read_file(const char *path, uint64_t offset, uint8_t *data, size_t size,
-                          struct fault *fault)
+static struct pace read_file(const char *path, uint64_t offset, uint8_t *data, size_t size,
+                             struct fault *fault)
 {
-    uint64_t start = now_ns();
+    uint64_t start = now_ns(), first = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC);
 
-    if (fd < 0)
-        return set_fault(fault, errno == ENOENT ? FAULT_LASTING : FAULT_PASSING, strerror(errno));
+    if (fd < 0) {
+        set_fault(fault, errno == ENOENT ? FAULT_LASTING : FAULT_PASSING, strerror(errno));
+        return (struct pace){ 0 };
+    }
     for (size_t done = 0; done < size && !fault->kind;) {
-        ssize_t n = pread(fd, data + done, size - done, (off_t)(offset + done));
+        if (done && !first)
+            first = now_ns() - start;
+        size_t wanted = !done && size > FIRST_BYTES ? FIRST_BYTES : size - done;
+        ssize_t n = pread(fd, data + done, wanted, (off_t)(offset + done));
         if (n > 0)
             done += (size_t)n;
         else if (n == 0)
@@ -138,7 +152,8 @@ static uint64_t read_file(const char *path, uint64_t offset, uint8_t *data, size
             set_fault(fault, FAULT_PASSING, strerror(errno));
     }
     close(fd);
-    return now_ns() - start;
+    uint64_t all = now_ns() - start;
+    return first ? (struct pace){ first, all - first } : (struct pace){ all, 0 };
 }
 
 /* --- HTTP ---------------------------------------------------------------------------------- */
@@ -152,21 +167,43 @@ static size_t take_body(char *part, size_t size, size_t count, void *argument)
         return 0; /* more than was asked for: curl ends the transfer */
     memcpy(reader->data + reader->filled, part, n);
     reader->filled += n;
+    long status = 0;
+    curl_easy_getinfo(reader->curl, CURLINFO_RESPONSE_CODE, &status);
+    if (status == 206) /* neither the text of an error nor the object from its beginning */
+        reader->progress(reader->argument, reader->filled);
     return n;
 }
 
-struct reader *reader_open(void)
+bool reader_add(void)
 {
     struct reader *reader = calloc(1, sizeof *reader);
 
     if (!reader)
-        return NULL;
+        return false;
     reader->curl = curl_easy_init();
     if (!reader->curl) {
         free(reader);
-        return NULL;
+        return false;
     }
+    reader_give(reader);
+    return true;
+}
+
+struct reader *reader_take(void)
+{
+    pthread_mutex_lock(&readers.lock);
+    struct reader *reader = readers.last;
+    readers.last = reader->next;
+    pthread_mutex_unlock(&readers.lock);
     return reader;
+}
+
+void reader_give(struct reader *reader)
+{
+    pthread_mutex_lock(&readers.lock);
+    reader->next = readers.last;
+    readers.last = reader;
+    pthread_mutex_unlock(&readers.lock);
 }
 
 /* Take the value of `key` from the "key = value" lines between `text` and `end`. */
@@ -252,13 +289,13 @@ static void judge(struct reader *reader, CURLcode code, size_t size, struct faul
     }
 }
 
-static uint64_t read_http(struct reader *reader, const struct source *source, uint64_t offset,
-                          size_t size, uint64_t timeout_ns, struct fault *fault)
+static struct pace read_http(struct reader *reader, const struct source *source, uint64_t offset,
+                             size_t size, uint64_t timeout_ns, struct fault *fault)
 {
     CURL *curl = reader->curl;
     struct curl_slist *headers = NULL;
     char range[48];
-    curl_off_t first = 0, sent = 0;
+    curl_off_t sent = 0, first = 0, all = 0;
 
     curl_easy_reset(curl); /* options only: connections stay open */
     snprintf(range, sizeof range, "%llu-%llu", (unsigned long long)offset,
@@ -271,6 +308,7 @@ static uint64_t read_http(struct reader *reader, const struct source *source, ui
     curl_easy_setopt(curl, CURLOPT_TIMEOUT_MS, timeout_ms);
     curl_easy_setopt(curl, CURLOPT_CONNECTTIMEOUT_MS,
                      timeout_ms < CONNECT_TIMEOUT_MS ? timeout_ms : (long)CONNECT_TIMEOUT_MS);
+    curl_easy_setopt(curl, CURLOPT_BUFFERSIZE, RECEIVE_BYTES);
     curl_easy_setopt(curl, CURLOPT_WRITEFUNCTION, take_body);
     curl_easy_setopt(curl, CURLOPT_WRITEDATA, reader);
     if (source->authorities)
@@ -280,13 +318,16 @@ static uint64_t read_http(struct reader *reader, const struct source *source, ui
         judge(reader, curl_easy_perform(curl), size, fault);
         curl_easy_getinfo(curl, CURLINFO_STARTTRANSFER_TIME_T, &first);
         curl_easy_getinfo(curl, CURLINFO_PRETRANSFER_TIME_T, &sent);
+        curl_easy_getinfo(curl, CURLINFO_TOTAL_TIME_T, &all);
     }
     curl_slist_free_all(headers);
-    return first > sent ? (uint64_t)(first - sent) * 1000 : 0;
+    return (struct pace){ first > sent ? (uint64_t)(first - sent) * 1000 : 0,
+                          all > first ? (uint64_t)(all - first) * 1000 : 0 };
 }
 
-uint64_t source_read(struct reader *reader, const struct source *source, uint64_t offset,
-                     uint8_t *data, size_t size, uint64_t timeout_ns, struct fault *fault)
+struct pace source_read(struct reader *reader, const struct source *source, uint64_t offset,
+                        uint8_t *data, size_t size, uint64_t timeout_ns, source_progress progress,
+                        void *argument, struct fault *fault)
 {
     *fault = (struct fault){ .kind = FAULT_NONE };
     if (source->kind == SOURCE_FILE)
@@ -294,5 +335,7 @@ uint64_t source_read(struct reader *reader, const struct source *source, uint64_
     reader->data = data;
     reader->room = size;
     reader->filled = 0;
+    reader->progress = progress;
+    reader->argument = argument;
     return read_http(reader, source, offset, size, timeout_ns, fault);
 }

@@ -30,7 +30,15 @@ struct fault {
     char text[200];
 };
 
-struct reader; /* one thread's connections */
+struct reader; /* a connection, for one request at a time */
+
+/* How long an answer took: until its first bytes, and from then on (0: too little to tell). */
+struct pace {
+    uint64_t first_ns, rest_ns;
+};
+
+/* Told how many of the bytes are there, each time more came; not of every source. */
+typedef void (*source_progress)(void *argument, size_t filled);
 
 /* From the map of dsecd.images.stores.abc.Source; false: not a source that can be read from here. */
 bool source_read_description(struct mp_reader *r, struct source *source);
@@ -38,9 +46,15 @@ void source_free(struct source *source);
 /* False: no memory. */
 bool source_copy(struct source *copy, const struct source *source);
 
-struct reader *reader_open(void);
-/* Read exactly `size` bytes at `offset`; returns the nanoseconds until the first byte. */
-uint64_t source_read(struct reader *reader, const struct source *source, uint64_t offset,
-                     uint8_t *data, size_t size, uint64_t timeout_ns, struct fault *fault);
+/* Add a reader to those that are free; false: no memory. */
+bool reader_add(void);
+/* The free one that was used last: its connection is the most likely to be open. Whoever calls has
+ * added one before. */
+struct reader *reader_take(void);
+void reader_give(struct reader *reader);
+/* Read exactly `size` bytes at `offset`. */
+struct pace source_read(struct reader *reader, const struct source *source, uint64_t offset,
+                        uint8_t *data, size_t size, uint64_t timeout_ns, source_progress progress,
+                        void *argument, struct fault *fault);
 
 #endif

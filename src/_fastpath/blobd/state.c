@@ -1,5 +1,5 @@
-/* What must survive the process (configure, add, pin) is kept as the frame that asked for it, one file
- * each, and carried out again at the start. The files need not survive the machine.
+/* What must survive the process (configure, add, pin, hold) is kept as the frame that asked for it, one
+ * file each, and carried out again at the start. The files need not survive the machine.
  */
 #include <dirent.h>
 #include <errno.h>
@@ -15,6 +15,11 @@
 struct service service;
 
 static bool restoring;
+
+bool state_restoring(void)
+{
+    return restoring;
+}
 
 void state_save(struct call *call, const char *name, struct mp_bytes frame)
 {
@@ -56,19 +61,26 @@ static void restore_one(const char *name)
         log_line(LOG_ERROR, "cannot restore a registration", NULL, "%s: %s", name, call.message);
 }
 
+/* Every request whose file is an id and `ending`. */
+static void restore_all(const char *ending)
+{
+    int fd = openat(service.state, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *list = fd < 0 ? NULL : fdopendir(fd);
+
+    for (struct dirent *entry = list ? readdir(list) : NULL; entry; entry = readdir(list)) {
+        size_t n = strnlen(entry->d_name, ID_SIZE - 1);
+        if (blob_id_valid(entry->d_name, n) && strcmp(entry->d_name + n, ending) == 0)
+            restore_one(entry->d_name);
+    }
+    if (list)
+        closedir(list);
+}
+
 void state_restore(void)
 {
     restoring = true;
     restore_one("configure");
-    for (int pins = 0; pins < 2; pins++) { /* blobs before their pins */
-        int fd = openat(service.state, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        DIR *list = fd < 0 ? NULL : fdopendir(fd);
-        for (struct dirent *entry = list ? readdir(list) : NULL; entry; entry = readdir(list))
-            if (blob_id_valid(entry->d_name, pins ? 64 : strlen(entry->d_name)) &&
-                (!pins || strcmp(entry->d_name + 64, ".pin") == 0))
-                restore_one(entry->d_name);
-        if (list)
-            closedir(list);
-    }
+    for (int i = 0; i < 3; i++) /* blobs before what speaks of them */
+        restore_all((const char *[]){ "", ".pin", ".hold" }[i]);
     restoring = false;
 }

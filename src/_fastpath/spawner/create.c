@@ -1,5 +1,6 @@
 #include "spawner/create.h"
 
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -12,6 +13,7 @@
 #include "native/mounts.h"
 #include "native/process.h"
 #include "native/tree.h"
+#include "spawner/links.h"
 #include "spawner/root.h"
 
 #ifndef CLONE_INTO_CGROUP
@@ -87,25 +89,24 @@ static int fill_upper_and_shm(struct creation *c)
     return error < 0 ? error : make_shm(c);
 }
 
-static int mount_terminals(const char *group)
+static int mount_terminals(const struct mount_option *options, int count)
 {
-    struct mount_option options[] = { { "mode", "0620" }, { "ptmxmode", "0666" }, { "gid", group },
-                                      { "max", TERMINALS_MAX } };
     const char *step;
-    return make_mount("devpts", "none", options, 4, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, &step);
+    return make_mount("devpts", "none", options, count, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC, &step);
 }
 
 static int make_terminals(struct creation *c)
 {
     char group[32];
-    gid_t tty = c->plan->uid_base + 5; /* in every distribution */
+    struct mount_option options[] = { { "ptmxmode", "0666" }, { "max", TERMINALS_MAX },
+                                      { "mode", "0620" }, { "gid", group } };
 
     host_return(c->host); /* what is made in the host's mount namespace may use up its reserve */
-    snprintf(group, sizeof group, "%u", tty);
-    int fd = mount_terminals(group);
-    if (fd == -EINVAL) { /* a kernel that reads it as a signed number, and takes what is above 2^31 so */
-        snprintf(group, sizeof group, "%d", (int)tty);
-        fd = mount_terminals(group);
+    snprintf(group, sizeof group, "%u", c->plan->uid_base + 5); /* tty, in every distribution */
+    int fd = mount_terminals(options, 4);
+    if (fd == -EINVAL && c->plan->uid_base > INT_MAX - 5) { /* Linux 6.12 reads no larger number */
+        options[2].value = "0600";
+        fd = mount_terminals(options, 3);
     }
     return c->fd[FD_PTS] = fd;
 }
@@ -173,6 +174,7 @@ static int run_steps(struct creation *c, const int *fds)
     STEP(s, "files", make_files(c));
     STEP(s, "lowers", map_lowers(c, fds + FDS_GIVEN));
     STEP(s, "overlay", make_overlay(c));
+    STEP(s, "links", keep_links(c));
     STEP(s, "terminals", make_terminals(c));
     STEP(s, "bind_sources", clone_binds(c));
     STEP(s, "config", hand_over_config(c));

@@ -45,6 +45,7 @@ struct creation {
     int lowers[LOWERS_MAX];
     int binds[LIST_MAX];
     bool made_cgroup, made_runtime, made_upper_dir, made_upper;
+    bool linked; /* files of several names came from the newest saved upper */
     int child_error; /* written by the child: it shares our memory */
     pid_t pid;
     int pidfd;

@@ -35,7 +35,7 @@ struct message {
     struct mp_reader plan;
 };
 
-/* All of the process's memory: no allocation after the start. */
+/* All of the process's memory that stays: only a look for links allocates, and frees it (links.c). */
 struct spawner {
     int control;
     struct host host;
@@ -58,7 +58,7 @@ struct reply {
     int error; /* negative errno */
     const char *step;
     const struct steps *times; /* NULL: none */
-    bool clean;
+    bool clean, linked;
 };
 
 static void put_times(struct mp_writer *writer, const struct steps *steps)
@@ -78,7 +78,7 @@ static void answer(struct spawner *spawner, const struct reply *reply)
 
     mp_put_array(&writer, 2);
     mp_put_u64(&writer, reply->id);
-    mp_put_map(&writer, 3u + timed + reply->clean);
+    mp_put_map(&writer, 3u + timed + reply->clean + reply->linked);
     mp_put_text(&writer, "pid");
     mp_put_u64(&writer, (uint64_t)reply->pid);
     mp_put_text(&writer, "error");
@@ -89,6 +89,10 @@ static void answer(struct spawner *spawner, const struct reply *reply)
         put_times(&writer, reply->times);
     if (reply->clean) {
         mp_put_text(&writer, "clean");
+        mp_put_bool(&writer, true);
+    }
+    if (reply->linked) {
+        mp_put_text(&writer, "linked");
         mp_put_bool(&writer, true);
     }
 
@@ -163,6 +167,7 @@ static void reroot(struct spawner *spawner, struct message *message)
     if (reply.error == 0) {
         reply.fds[reply.fd_count++] = c->fd[FD_NS_MNT];
         reply.fds[reply.fd_count++] = c->fd[FD_UPPER];
+        reply.linked = c->linked;
     }
     drop_fds(message);
     answer_with_fds(spawner, &reply);

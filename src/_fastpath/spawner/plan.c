@@ -131,6 +131,8 @@ static bool read_root_key(struct mp_reader *reader, struct arena *arena,
         plan->lowers = number(reader);
     else if (mp_equal(key, "raw_lowers"))
         plan->raw_lowers = number(reader);
+    else if (mp_equal(key, "linked"))
+        plan->linked = mp_get_bool(reader);
     else if (mp_equal(key, "uid_base"))
         plan->uid_base = number(reader);
     else if (mp_equal(key, "upper_dir"))

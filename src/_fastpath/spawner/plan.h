@@ -43,6 +43,7 @@ struct container_plan {
     uint32_t write_count, bind_count, file_count, read_only_count, masked_count, cpu_count;
     cpu_set_t cpus;
     struct mp_bytes init_config;
+    bool linked; /* files of several names may be in the topmost lower, an upper of a checkpoint */
     bool trace;
 };
 

@@ -8,6 +8,7 @@
 
 #include "native/kernel.h"
 #include "native/process.h"
+#include "spawner/links.h"
 #include "spawner/root.h"
 
 #ifndef OVERLAYFS_SUPER_MAGIC /* include/uapi/linux/magic.h */
@@ -156,6 +157,7 @@ static int run_steps(struct creation *c, const int *fds)
     STEP(s, "files", make_files(c));
     STEP(s, "lowers", map_lowers(c, fds + FDS_GIVEN));
     STEP(s, "overlay", make_overlay(c));
+    STEP(s, "links", keep_links(c));
     STEP(s, "bind_sources", clone_binds(c));
     STEP(s, "clone", start_child(c));
     return 0;

@@ -17,10 +17,11 @@ import msgspec
 
 from dsecd import __version__
 from dsecd.api.local import LocalCall
-from dsecd.api.progress import Teller
-from dsecd.engine import snapshots
+from dsecd.api.progress import told
+from dsecd.engine import snapshots, usage
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
+from dsecd.images.tool import Report, unreported
 from libdsec import model
 from libdsec.errors import DSecError, InvalidArgument, Timeout, to_wire
 
@@ -69,25 +70,35 @@ class Operations:
             ("layer.list", msgspec.Raw, self.layer_list, False),
             ("layer.get", model.LayerRef, self.layer_get, False),
             ("layer.import", model.LayerImport, self.layer_import, False),
+            ("layer.collapse", model.LayerCollapse, self.layer_collapse, False),
             ("layer.remove", model.LayerRef, self.layer_remove, False),
             ("layer.collect", model.CollectArgs, self.layer_collect, False),
             ("sandbox.pack_diff", model.PackArgs, self.pack_diff, False),
             ("sandbox.checkpoint", model.SandboxRef, self.checkpoint, False),
             ("sandbox.checkpoints", model.SandboxRef, self.checkpoints, True),
             ("sandbox.rollback", model.CheckpointRef, self.rollback, False),
+            ("sandbox.delete_checkpoint", model.CheckpointRef, self.delete_checkpoint, False),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
 
     # --- sandboxes
 
     async def create(self, call: LocalCall, args: model.CreateArgs) -> model.SandboxInfo:
+        if not args.progress:
+            return await self._create(call, args)
+        async with told(call) as report:
+            return await self._create(call, args, report)
+
+    async def _create(
+        self, call: LocalCall, args: model.CreateArgs, report: Report = unreported
+    ) -> model.SandboxInfo:
         owner = _owner(call)
         try:
             if args.timeout_s is None:
-                sandbox = await self._manager.create(owner, args.key, args.args)
+                sandbox = await self._manager.create(owner, args.key, args.args, report)
             else:
                 async with asyncio.timeout(args.timeout_s):
-                    sandbox = await self._manager.create(owner, args.key, args.args)
+                    sandbox = await self._manager.create(owner, args.key, args.args, report)
         except TimeoutError:
             self._give_up(owner, args.key, 0.0)
             raise Timeout(f"not running after {args.timeout_s:g} s; the create is undone") from None
@@ -167,8 +178,11 @@ class Operations:
     async def rollback(self, call: LocalCall, args: model.CheckpointRef) -> model.Checkpoint:
         return await snapshots.rollback(self._manager, args.id, args.checkpoint)
 
+    async def delete_checkpoint(self, call: LocalCall, args: model.CheckpointRef) -> None:
+        await snapshots.delete_checkpoint(self._manager, args.id, args.checkpoint)
+
     async def metrics(self, call: LocalCall, args: model.SandboxRef) -> model.Metrics:
-        return await self._manager.metrics(args.id)
+        return await usage.metrics(self._manager, args.id)
 
     async def subscribe(self, call: LocalCall, args: model.EventFilter) -> None:
         events = self._manager.events.subscribe(args.sandbox)
@@ -210,11 +224,15 @@ class Operations:
         layers = self._manager.backend.layers()
         if not args.progress:
             return await layers.import_(args)
-        teller = Teller(call)
-        try:
-            return await layers.import_(args, teller.note)
-        finally:
-            await teller.stop()
+        async with told(call) as report:
+            return await layers.import_(args, report)
+
+    async def layer_collapse(self, call: LocalCall, args: model.LayerCollapse) -> model.LayerInfo:
+        layers = self._manager.backend.layers()
+        if not args.progress:
+            return await layers.collapse(args)
+        async with told(call) as report:
+            return await layers.collapse(args, report)
 
     async def layer_remove(self, call: LocalCall, args: model.LayerRef) -> None:
         await self._manager.backend.layers().remove(args.name)

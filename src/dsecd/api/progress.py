@@ -1,14 +1,27 @@
-"""How far an import is, told to a client that may read slowly or not at all."""
+"""How far a layer that is being made is, told to a client that may read slowly or not at all."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from dsecd.api.local import LocalCall
+from dsecd.images.tool import Report
 from libdsec.model import ImportProgress
 from libdsec.model_layers import ImportStage
 
 _EVERY_S = 0.2
+
+
+@contextlib.asynccontextmanager
+async def told(call: LocalCall) -> AsyncIterator[Report]:
+    """Yield what passes progress on to the client of `call`, until the block ends."""
+    teller = Teller(call)
+    try:
+        yield teller.note
+    finally:
+        await teller.stop()
 
 
 class Teller:

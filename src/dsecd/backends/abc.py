@@ -46,6 +46,7 @@ from libdsec.model import (
     Checkpoint,
     Collected,
     Feature,
+    LayerCollapse,
     LayerImport,
     LayerInfo,
     PackArgs,
@@ -141,8 +142,12 @@ class Layers(Protocol):
     async def list(self) -> list[LayerInfo]: ...
     async def get(self, name: str) -> LayerInfo: ...
     async def import_(self, args: LayerImport, report: Report = unreported) -> LayerInfo: ...
+    async def collapse(self, args: LayerCollapse, report: Report = unreported) -> LayerInfo: ...
     async def remove(self, name: str) -> None: ...
     async def collect(self, grace_s: float | None, wait_s: float | None) -> Collected: ...
+
+    async def stats(self) -> Mapping[str, float]:
+        """What serves layers of a remote store has counted; {} when nothing serves any."""
 
 
 class Backend(Protocol):
@@ -156,6 +161,13 @@ class Backend(Protocol):
 
     def located(self, spec: Spec) -> bool:
         """Whether `prepare` may follow at once, without `locate`."""
+
+    async def pull(self, spec: Spec, report: Report = unreported) -> None:
+        """Import the image of `spec` if only a registry has it, which may take minutes.
+
+        Cancelling it ends this wait, not the import, which others may wait for, too. `report` may
+        be called from any thread. Raises `Unavailable` with what the registry says.
+        """
 
     async def locate(self, spec: Spec) -> None:
         """Bring the layers of `spec` to this host; `prepare` must follow in the same turn.
@@ -197,6 +209,9 @@ class Backend(Protocol):
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
         """End every process and go back to a checkpoint. Raises `NotFound`, `WrongState`."""
+
+    async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
+        """Forget a checkpoint and free what nothing stands on. Raises `NotFound`."""
 
     def checkpoints(self, handle: Handle) -> list[Checkpoint]: ...
 

@@ -9,8 +9,9 @@ never decoded on the way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -33,14 +34,17 @@ from libdsec.wire import (
     pack,
 )  # fmt: skip
 
+# Calls that may change files while they are open.
+_CHANGING = ("exec.run", "exec.start", "exec.stdin", "files.", "session.")
+
 
 class AgentCall:
     """One open call. After its answer every method does nothing."""
 
-    __slots__ = ("_channel", "id", "receiver")
+    __slots__ = ("_channel", "id", "op", "receiver")
 
-    def __init__(self, channel: AgentChannel, call_id: int, receiver: Receiver) -> None:
-        self._channel, self.id, self.receiver = channel, call_id, receiver
+    def __init__(self, channel: AgentChannel, call_id: int, op: str, receiver: Receiver) -> None:
+        self._channel, self.id, self.op, self.receiver = channel, call_id, op, receiver
 
     def send_item(self, data: msgspec.Raw) -> None:
         """Send one item; the caller counts its credits (`INITIAL_CREDIT` at the start)."""
@@ -98,6 +102,7 @@ class AgentChannel(asyncio.Protocol):
         self._splitter = Splitter()
         self._calls: dict[int, AgentCall] = {}
         self._next_id = 1
+        self._kept: list[bytes] | None = None  # what `held` keeps back
 
     @classmethod
     async def connect(cls, path: str, on_closed: Callable[[], None] | None = None) -> AgentChannel:
@@ -115,11 +120,11 @@ class AgentChannel(asyncio.Protocol):
         """Start a call; what comes back goes to `receiver`. Raises `Unavailable` when closed."""
         if self._transport is None:
             raise Unavailable("the sandbox's agent cannot be reached")
-        call = AgentCall(self, self._next_id, receiver)
+        call = AgentCall(self, self._next_id, op, receiver)
         self._next_id += 1
         frame = encode(Request(call.id, op, args))  # may raise FrameError: nothing is open yet
         self._calls[call.id] = call
-        self._transport.write(frame)
+        self._write(frame)
         return call
 
     async def call(
@@ -146,7 +151,29 @@ class AgentChannel(asyncio.Protocol):
 
     def _send(self, call_id: int, frame: Frame) -> None:
         if self._transport is not None and call_id in self._calls:
-            self._transport.write(encode(frame))
+            self._write(encode(frame))
+
+    def _write(self, frame: bytes) -> None:
+        if self._kept is not None:
+            self._kept.append(frame)
+        elif self._transport is not None:
+            self._transport.write(frame)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Keep back whatever is to be sent, until the end.
+
+        Yields whether the agent does nothing to files for anybody: then it begins nothing
+        meanwhile. What commands do that run by themselves is another matter.
+        """
+        assert self._kept is None
+        self._kept = []
+        try:
+            yield not any(call.op.startswith(_CHANGING) for call in self._calls.values())
+        finally:
+            kept, self._kept = self._kept, None
+            for frame in kept:
+                self._write(frame)
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
 

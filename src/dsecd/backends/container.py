@@ -19,14 +19,7 @@ import msgspec
 
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel
-from dsecd.backends.container_checkpoints import (
-    FD_UPPER,
-    Checkpoints,
-    branch,
-    describe,
-    find,
-    stack,
-)
+from dsecd.backends.container_checkpoints import FD_UPPER, Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_pack import Subject, pack_diff
@@ -38,12 +31,14 @@ from dsecd.backends.container_plan import (
     on_disk,
     runtime_dir,
 )
+from dsecd.backends.container_roots import branch, stack
 from dsecd.config import Config
 from dsecd.host import processes
 from dsecd.host.cgroup import Slot
 from dsecd.host.plan import DestroyPlan
 from dsecd.host.spawner import Spawned
 from dsecd.images.local import Local
+from dsecd.images.tool import Report, unreported
 from dsecd.model import Death, Spec
 from libdsec import model
 from libdsec.errors import DSecError, Internal, NotFound, Unavailable
@@ -89,6 +84,9 @@ class ContainerBackend:
 
     def located(self, spec: Spec) -> bool:
         return bool(spec.checkpoint) or self._host.layers.recall(spec) is not None
+
+    async def pull(self, spec: Spec, report: Report = unreported) -> None:
+        await self._host.layers.pull(spec, report)
 
     async def locate(self, spec: Spec) -> None:
         await self._host.layers.locate(spec)
@@ -192,6 +190,7 @@ class ContainerBackend:
             cgroup=holding.cgroup.path,
             lowers=len(holding.layers) + len(holding.roots.saved),
             raw_lowers=len(holding.roots.saved),
+            linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
             writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
             upper=holding.upper,
             attachment=holding.attachment,
@@ -380,6 +379,8 @@ class ContainerBackend:
         holding = Holding(handle.sandbox)
         holding.cgroup, holding.pid, holding.pidfd = cgroup, held.pid, pidfd
         self._holdings[handle.sandbox] = holding
+        # a daemon that died while it read the changes left everything standing still
+        await host.driver.thaw(cgroup.path)
         holding.range = host.ranges.adopt(held.range_index, held.pid)
         for layer in held.layers:
             host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
@@ -409,6 +410,8 @@ class ContainerBackend:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
         swept += self._checkpoints.sweep()
+        for holding in list(self._holdings.values()):
+            await self._checkpoints.recovered(holding)
         self._host.start_pools()
         return swept
 
@@ -447,7 +450,6 @@ class ContainerBackend:
             pid=holding.pid,
             cgroup=holding.cgroup.path,
             uid_base=holding.range.uid_base,
-            upper=holding.upper,
             layers=tuple(layer.digest for layer in holding.layers),
             defaults=holding.defaults,
             below=tuple((saved.path, saved.uid_base) for saved in stack(holding.roots)),
@@ -456,18 +458,18 @@ class ContainerBackend:
 
     async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
         holding = self._holdings[handle.sandbox]
-        made, took = await self._checkpoints.checkpoint(holding, self._saver(holding, save))
-        return describe(made, took)
+        return await self._checkpoints.checkpoint(holding, self._saver(holding, save))
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> model.Checkpoint:
         holding = self._holdings[handle.sandbox]
-        target = find(holding.roots, checkpoint)
-        saver = self._saver(holding, save)
-        return describe(target, await self._checkpoints.rollback(holding, checkpoint, saver))
+        return await self._checkpoints.rollback(holding, checkpoint, self._saver(holding, save))
+
+    async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
+        holding = self._holdings[handle.sandbox]
+        await self._checkpoints.delete(holding, checkpoint, self._saver(holding, save))
 
     def checkpoints(self, handle: Handle) -> list[model.Checkpoint]:
-        made = self._holdings[handle.sandbox].roots.checkpoints
-        return [describe(checkpoint, 0.0) for checkpoint in made]
+        return list(self._checkpoints.described(self._holdings[handle.sandbox]))
 
     def _saver(self, holding: Holding, save: Save) -> Callable[[], Awaitable[None]]:
         return lambda: save(holding.handle())

@@ -5,6 +5,12 @@ upper becomes the topmost lower of a new overlay with a fresh upper. No data is 
 Where something lives or is open, the upper is copied while the sandbox is frozen instead, and the
 root stays.
 
+Overlayfs copies up one name of a file and forgets the others. So in each root that is made on a
+saved upper, the spawner makes its files of several names anew, in the fresh upper.
+
+A checkpoint that is deleted is gone at once; what it saved goes when neither the present root nor
+another checkpoint stands on it: then, or after the rollback that leaves it.
+
 What was saved is found again by its path, so that it outlives dsecd: the mount of a memory upper
 below `directory`, or a directory in the sandbox's own part of the volume. It is kept for as long as
 a sandbox may need it: its own, or one that branched off.
@@ -17,6 +23,7 @@ import collections
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -28,12 +35,13 @@ from dsecd.backends.agent import swap_root
 from dsecd.backends.container_holding import Checkpoint, Holding, Pending, Roots, Saved
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_plan import runtime_dir
+from dsecd.backends.container_roots import describe, find, note, unneeded, without_links
 from dsecd.host import mountinfo, processes, syscalls
 from dsecd.host.layers import privatise
-from dsecd.host.plan import RerootPlan
+from dsecd.host.plan import LIST_MAX, RerootPlan
 from dsecd.host.upper import Upper
 from libdsec import model
-from libdsec.errors import Exhausted, Internal, NotFound, WrongState
+from libdsec.errors import Exhausted, Internal, Unavailable, WrongState
 
 logger = logging.getLogger("dsecd.checkpoints")
 FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
@@ -41,6 +49,7 @@ UPPER = "u"  # the upper's directory in its file system
 MAX_STACK = 20  # saved uppers below one another: look-ups slow down with each
 KILL_S = 5.0
 QUIET_S = 2.0
+_NUMBERED = re.compile("c?[0-9]+")  # directories in a volume that are ours: uppers and copies
 Save = Callable[[], Awaitable[None]]  # journals the holding as it is now
 
 
@@ -92,17 +101,50 @@ class Checkpoints:
         """
         roots = holding.roots
         while roots.saved:
-            saved = roots.saved[-1]
-            if self._users[saved.path] == 1 and saved.volume is None:
-                await asyncio.to_thread(_unmount, Path(saved.path))
-            if saved.volume is not None:
-                await self._release_last(saved.volume)
-            self._unuse(roots.saved.pop())
+            await self._free(holding, roots.saved[-1], leaving=True)
         if holding.upper is not None:
             await self._release_last(holding.upper)
             self._volumes -= collections.Counter([holding.upper.dir])
             holding.upper = None
         holding.roots = Roots()
+
+    async def tidy(self, holding: Holding) -> bool:
+        """Free what nothing of this holding stands on; return whether there was anything.
+
+        To be journalled afterwards. A daemon that is killed before that finds it to do again.
+        """
+        found = unneeded(holding.roots)
+        for saved in found:
+            await self._free(holding, saved)
+        return bool(found)
+
+    async def recovered(self, holding: Holding) -> None:
+        """Free what a daemon that died had not come to, or had half made. Others are counted."""
+        await self.tidy(holding)
+        volume = holding.upper
+        if volume is None:
+            return
+        kept = {path for used in self._users for path in (used, str(Path(used).parent))}
+        kept.add(holding.roots.upper_dir)
+        for entry in list(Path(volume.dir).iterdir()):
+            if _NUMBERED.fullmatch(entry.name) and str(entry) not in kept:
+                await asyncio.to_thread(_discard, entry)
+
+    async def _free(self, holding: Holding, saved: Saved, leaving: bool = False) -> None:
+        """Take a saved upper from a holding, and remove it with its last user.
+
+        `leaving`: the container is gone, and its own part of the volume will go as a whole.
+        """
+        volume, last = saved.volume, self._users[saved.path] == 1
+        if volume is None:
+            if last:
+                await asyncio.to_thread(self._unmount, Path(saved.path))
+        elif self._volumes[volume.dir] == 1:
+            await self._host.uppers.release(volume)
+        elif last and not (leaving and volume == holding.upper):
+            await asyncio.to_thread(_discard, _place(saved, volume))
+        holding.roots.saved.remove(saved)
+        self._unuse(saved)
 
     async def _release_last(self, volume: Upper) -> None:
         """Remove the volume directory if nobody else uses it."""
@@ -129,8 +171,16 @@ class Checkpoints:
         kept = {part for path in self._users for part in (path, str(Path(path).parent))}
         stale = [path for path in self._mounted() if str(path) not in kept]
         for path in stale:
-            _unmount(path)
+            self._unmount(path)
         return [str(path) for path in stale]
+
+    def _unmount(self, path: Path) -> None:
+        """Unmount what was saved at `path`, or in the file system mounted above it, if it is."""
+        point = self._directory / path.relative_to(self._directory).parts[0]
+        with contextlib.suppress(fastpath.StepError):
+            fastpath.umount(point)
+        with contextlib.suppress(OSError):
+            point.rmdir()
 
     def _mounted(self) -> Iterator[Path]:
         prefix = os.path.realpath(self._directory) + "/"
@@ -164,29 +214,52 @@ class Checkpoints:
 
     # --- checkpoint -------------------------------------------------------------------------------
 
-    async def checkpoint(self, holding: Holding, save: Save) -> tuple[Checkpoint, float]:
-        """Make the present state of the files one to come back to; also return how long in ms."""
-        if len(holding.roots.stack) >= MAX_STACK:
+    async def checkpoint(self, holding: Holding, save: Save) -> model.Checkpoint:
+        """Make the present state of the files one to come back to. Raises `Exhausted`."""
+        deep = len(holding.roots.stack)
+        if deep >= min(MAX_STACK, LIST_MAX - len(holding.layers)):
             raise Exhausted(
-                f"the sandbox stands on {MAX_STACK} checkpoints; save it with pack_diff and go on "
-                "from there"
+                f"the sandbox's files lie on {deep} checkpoints, more cannot be stacked; roll back "
+                "to an earlier one, or save it with pack_diff and create a sandbox of that layer"
             )
         begun = time.perf_counter()
-        if self._is_quiet(holding):
+        # the mount of a memory upper cannot be attached a second time where roots are made by path
+        swappable = holding.upper is not None or not self._host.spawners.by_path
+        if swappable and self._is_quiet(holding):
             try:
                 made = await self._swap_in(holding, save)
             except WrongState:  # something began meanwhile, or is open
                 made = await self._copy(holding, save)
         else:
             made = await self._copy(holding, save)
-        return made, (time.perf_counter() - begun) * 1e3
+        return describe(made, (time.perf_counter() - begun) * 1e3)
+
+    async def delete(self, holding: Holding, name: str, save: Save) -> None:
+        """Forget a checkpoint for good, then free what only it needed. Raises `NotFound`."""
+        roots = holding.roots
+        before = list(roots.checkpoints)
+        roots.checkpoints.remove(find(roots, name))
+        try:
+            await save()  # before anything is freed: what the journal knows must be there
+        except BaseException:
+            roots.checkpoints = before
+            raise
+        if await self.tidy(holding):
+            await save()
+
+    def described(self, holding: Holding) -> Sequence[model.Checkpoint]:
+        """Return the checkpoints, the oldest first."""
+        return [describe(checkpoint) for checkpoint in holding.roots.checkpoints]
 
     def _is_quiet(self, holding: Holding) -> bool:
         assert holding.cgroup is not None
         return not self._host.driver.command_pids(holding.cgroup)
 
     async def _swap_in(self, holding: Holding, save: Save) -> Checkpoint:
-        """The present upper becomes a lower. Raises `WrongState` when something is open."""
+        """The present upper becomes a lower. Raises `WrongState` when something is open.
+
+        Nothing begins meanwhile: what the new root takes over from it is what it is in the end.
+        """
         roots = holding.roots
         saved = self._present(holding)
         if saved.volume is None:
@@ -195,12 +268,23 @@ class Checkpoints:
         roots.saved.append(saved)
         self._use(saved)
         try:
-            await self._enter(holding, stack, save)
+            with self._still(holding):
+                await self._enter(holding, stack, save)
         except BaseException:
             if roots.stack != stack:
                 await self._drop(roots, saved)
             raise
         return await self._remember(holding, stack, "swap", save)
+
+    @contextlib.contextmanager
+    def _still(self, holding: Holding) -> Iterator[None]:
+        """Keep calls back while nothing changes a file. Raises `WrongState` when something may."""
+        if holding.channel is None:
+            raise Unavailable("the sandbox's agent cannot be reached")
+        with holding.channel.held() as idle:
+            if not idle or not self._is_quiet(holding):  # in this order: a call starts a process
+                raise WrongState("the sandbox is at work")
+            yield
 
     def _present(self, holding: Holding) -> Saved:
         """Return what the present upper will be called as a saved one."""
@@ -227,7 +311,7 @@ class Checkpoints:
         roots.saved.remove(saved)
         self._unuse(saved)
         if saved.volume is None:
-            await asyncio.to_thread(_unmount, Path(saved.path))
+            await asyncio.to_thread(self._unmount, Path(saved.path))
 
     async def _copy(self, holding: Holding, save: Save) -> Checkpoint:
         """Copy the upper while the sandbox stands still."""
@@ -252,7 +336,8 @@ class Checkpoints:
             finally:
                 await driver.thaw(holding.cgroup.path)
         except BaseException:
-            await asyncio.to_thread(_discard, place, holding.upper is None)
+            discard = self._unmount if holding.upper is None else _discard
+            await asyncio.to_thread(discard, place)
             raise
         roots.saved.append(saved)
         self._use(saved)
@@ -261,22 +346,18 @@ class Checkpoints:
     async def _remember(
         self, holding: Holding, stack: tuple[str, ...], method: str, save: Save
     ) -> Checkpoint:
-        roots = holding.roots
-        made = Checkpoint(
-            id=f"c{len(roots.checkpoints) + 1}", stack=stack, method=method, created_at=time.time()
-        )
-        roots.checkpoints.append(made)
+        made = note(holding.roots, stack, method)
         await save()
         return made
 
     # --- rollback ---------------------------------------------------------------------------------
 
-    async def rollback(self, holding: Holding, name: str, save: Save) -> float:
-        """End every process and go back to a checkpoint; return how long it took, in ms."""
+    async def rollback(self, holding: Holding, name: str, save: Save) -> model.Checkpoint:
+        """End every process and go back to a checkpoint. Raises `NotFound`, `WrongState`."""
         target = find(holding.roots, name)
         begun = time.perf_counter()
         deadline = begun + QUIET_S
-        old = holding.roots.upper_dir
+        left = self._present(holding) if holding.upper is not None else None
         while True:
             await self._end_processes(holding)
             try:
@@ -288,9 +369,11 @@ class Checkpoints:
                 await asyncio.sleep(0.001)
         await save()
         used = {saved.path for saved in holding.roots.saved}
-        if old and f"{old}/{UPPER}" not in used:
-            await asyncio.to_thread(_discard, Path(old), False)
-        return (time.perf_counter() - begun) * 1e3
+        if left is not None and left.volume is not None and left.path not in used:
+            await asyncio.to_thread(_discard, _place(left, left.volume))
+        if await self.tidy(holding):
+            await save()
+        return describe(target, (time.perf_counter() - begun) * 1e3)
 
     async def _end_processes(self, holding: Holding) -> None:
         """Kill commands and sessions at once: frozen, so that nobody forks meanwhile."""
@@ -339,6 +422,7 @@ class Checkpoints:
                 sandbox=holding.sandbox,
                 lowers=len(layers) + len(uppers),
                 raw_lowers=len(uppers),
+                linked=bool(stack) and by_path[stack[-1]].linked,
                 uid_base=base,
                 upper_dir=upper_dir,
                 upper_bytes=0 if upper_dir else holding.upper_bytes,
@@ -355,12 +439,14 @@ class Checkpoints:
         except BaseException:
             self.settle(holding)
             if roots.upper_dir != upper_dir and upper_dir:
-                await asyncio.to_thread(_discard, Path(upper_dir), False)
+                await asyncio.to_thread(_discard, Path(upper_dir))
             raise
         finally:
             os.close(built.mount_ns)
             os.close(built.upper)
         self.settle(holding)
+        if plan.linked and not built.linked:
+            roots.saved = [without_links(s) if s.path == stack[-1] else s for s in roots.saved]
 
     def settle(self, holding: Holding) -> None:
         """Find out whether the swap that was begun has happened."""
@@ -376,36 +462,10 @@ class Checkpoints:
             roots.stack, roots.upper_dir = pending.stack, pending.upper_dir
 
 
-def describe(checkpoint: Checkpoint, took_ms: float) -> model.Checkpoint:
-    """Return what a user hears of it."""
-    return model.Checkpoint(
-        id=checkpoint.id,
-        method=checkpoint.method,
-        created_at=checkpoint.created_at,
-        took_ms=round(took_ms, 3),
-    )
-
-
-def stack(roots: Roots) -> list[Saved]:
-    """Return the saved uppers below the present one, the oldest first."""
-    by_path = {saved.path: saved for saved in roots.saved}
-    return [by_path[path] for path in roots.stack]
-
-
-def branch(roots: Roots, name: str) -> Roots:
-    """Return the roots of a sandbox that begins where another one had a checkpoint."""
-    target = find(roots, name)
-    by_path = {saved.path: saved for saved in roots.saved}
-    return Roots(saved=[by_path[path] for path in target.stack], stack=target.stack)
-
-
-def find(roots: Roots, name: str) -> Checkpoint:
-    """Return a checkpoint by its id. Raises `NotFound`."""
-    for checkpoint in roots.checkpoints:
-        if checkpoint.id == name:
-            return checkpoint
-    known = ", ".join(checkpoint.id for checkpoint in roots.checkpoints) or "none"
-    raise NotFound(f"no checkpoint {name!r}; there are: {known}", name=name)
+def _place(saved: Saved, volume: Upper) -> Path:
+    """Return the directory that holds a saved upper only; the first one lies among others."""
+    path = Path(saved.path)
+    return path if str(path.parent) == volume.dir else path.parent
 
 
 async def _copy_tree(source: Path, target: Path) -> None:
@@ -428,19 +488,6 @@ async def _copy_tree(source: Path, target: Path) -> None:
         raise kind(f"the checkpoint cannot be copied: {text}")
 
 
-def _unmount(path: Path) -> None:
-    """Unmount what was saved at `path`, or in the file system mounted above it."""
-    if mountinfo.at(path) is None:
-        path = path.parent
-    with contextlib.suppress(fastpath.StepError):
-        fastpath.umount(path)
-    with contextlib.suppress(OSError):
-        path.rmdir()
-
-
-def _discard(directory: Path, mounted: bool) -> None:
-    if mounted:
-        _unmount(directory)
-        return
+def _discard(directory: Path) -> None:
     with contextlib.suppress(fastpath.StepError):
         fastpath.remove_tree(directory)

@@ -18,11 +18,15 @@ from dsecd.images.manifest import Config
 
 
 class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An upper that is immutable now: where it is, whose ids it has, on disk in whose volume."""
+    """An upper that is immutable now: where it is, whose ids it has, on disk in whose volume.
+
+    `linked`: a file in it may have several names; it is not known before a root was made on it.
+    """
 
     path: str
     uid_base: int
     volume: Upper | None = None
+    linked: bool = True
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +52,7 @@ class Roots(msgspec.Struct, kw_only=True, omit_defaults=True):
     saved: list[Saved] = []
     stack: tuple[str, ...] = ()
     checkpoints: list[Checkpoint] = []
+    made: int = 0  # checkpoints ever, deleted ones too
     serial: int = 0
     upper_dir: str = ""  # of the present upper on disk, "" for the first one
     pending: Pending | None = None

@@ -17,7 +17,6 @@ import msgspec
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.host import processes
 from dsecd.host.cgroup import TreeDriver
-from dsecd.host.upper import Upper
 from dsecd.images import names
 from dsecd.images.builder import Recipe
 from dsecd.images.environment import override
@@ -42,18 +41,17 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # of dsec-init
     cgroup: str
     uid_base: int
-    upper: Upper | None  # None: in memory
     layers: tuple[str, ...]  # digests, bottom first
     defaults: Config
     below: tuple[tuple[str, int], ...] = ()  # saved uppers and whose ids they have, oldest first
 
 
 def open_upper(subject: Subject) -> int:
-    """Return a descriptor of the upper's directory. It must be alive and stay so."""
-    if subject.upper is not None:
-        path = Path(subject.upper.dir) / UPPER
-    else:
-        path = processes.descriptor(subject.pid, FD_UPPER) / UPPER
+    """Return a descriptor of the present upper's directory. The subject must be alive and stay so.
+
+    By the init's descriptor: a checkpoint gives it another upper, on disk in another directory.
+    """
+    path = processes.descriptor(subject.pid, FD_UPPER) / UPPER
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 

@@ -47,6 +47,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     cgroup: str
     lowers: int
     raw_lowers: int = 0
+    linked: bool = False
     writes: tuple[FileWrite, ...] = ()
     upper: Upper | None = None
     attachment: Attachment | None = None
@@ -95,6 +96,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         sandbox=given.sandbox,
         lowers=given.lowers,
         raw_lowers=given.raw_lowers,
+        linked=given.linked,
         uid_base=given.uid_base,
         owner_uid=given.owner_uid,
         cgroup=given.cgroup,

@@ -47,6 +47,7 @@ from libdsec.model import (
     ExecArgs,
     Feature,
     FileStat,
+    LayerCollapse,
     LayerImport,
     LayerInfo,
     Output,
@@ -85,9 +86,16 @@ class FakeLayers:
         self.known[args.name] = info
         return info
 
+    async def collapse(self, args: LayerCollapse, report: Report = unreported) -> LayerInfo:
+        made = LayerImport(name=args.to, source=args.name, replace=args.replace)
+        return await self.import_(made, report)
+
     async def remove(self, name: str) -> None:
         if self.known.pop(name, None) is None:
             raise NotFound(f"no layer {name!r}")
+
+    async def stats(self) -> dict[str, float]:
+        return {}
 
     async def collect(self, grace_s: float | None, wait_s: float | None) -> Collected:
         return Collected(marked=0, deleted=0, freed_bytes=0)
@@ -338,6 +346,8 @@ class FakeBackend:
     def located(self, spec: Spec) -> bool:
         return True
 
+    async def pull(self, spec: Spec, report: Report = unreported) -> None: ...
+
     async def locate(self, spec: Spec) -> None: ...
 
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
@@ -386,6 +396,9 @@ class FakeBackend:
         raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
+        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+
+    async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
         raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
 
     def checkpoints(self, handle: Handle) -> list[Checkpoint]:

@@ -25,6 +25,7 @@ from dsecd.engine.request import SEALED_NOTE, check_key, compile_spec
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.timer import Timer
 from dsecd.engine.waiter import completed, report_to
+from dsecd.images.tool import Report, unreported
 from dsecd.metrics import Registry
 from dsecd.model import Death, make_id
 from libdsec.errors import (
@@ -37,7 +38,7 @@ from libdsec.errors import (
     Unsupported,
     WrongState,
 )
-from libdsec.model import DSecContainerRunArgs, Metrics
+from libdsec.model import DSecContainerRunArgs
 
 logger = logging.getLogger("dsecd.engine")
 Step = Callable[[str], None]
@@ -76,19 +77,24 @@ class Manager:
 
     # --- create ---------------------------------------------------------------------------------
 
-    async def create(self, owner: str, key: str, args: DSecContainerRunArgs) -> Sandbox:
+    async def create(
+        self, owner: str, key: str, args: DSecContainerRunArgs, report: Report = unreported
+    ) -> Sandbox:
         """Return the running sandbox of `key`, made now or before.
 
-        Cancelling this wait cancels nothing by itself: see `abandon`. Raises what admission, the
-        request's check or the backend raise; a failed create frees its key.
+        `report` is told how far a pull of its image is. Cancelling this wait cancels nothing by
+        itself: see `abandon`. Raises what admission, the request's check or the backend raise; a
+        failed create frees its key.
         """
         sandbox = self.request(owner, key, args)
+        sandbox.report = report
         sandbox.waiters += 1
         sandbox.claim_deadline = None
         try:
             await completed(sandbox.ready)
         finally:
             sandbox.waiters -= 1
+            sandbox.report = unreported
         sandbox.ready.result()
         return sandbox
 
@@ -134,6 +140,8 @@ class Manager:
         log.sandbox.set(sandbox.id)
         error: DSecError | None = None
         try:
+            if not self.backend.located(sandbox.spec):
+                await self._pull(sandbox)
             async with self._gate:
                 if sandbox.state == "creating":
                     async with asyncio.timeout(self.config.limits.create_timeout_s):
@@ -154,6 +162,17 @@ class Manager:
         else:  # given up, or died, while it was being made
             self._build_failed(sandbox, WrongState(sandbox.reason, state=sandbox.state))
         await self._free(sandbox)
+
+    async def _pull(self, sandbox: Sandbox) -> None:
+        """Have a registry's image imported. That may take minutes, in which others are made."""
+        sandbox.pull = asyncio.ensure_future(self.backend.pull(sandbox.spec, sandbox.tell))
+        try:
+            await sandbox.pull
+        except asyncio.CancelledError:
+            if sandbox.state == "creating":  # else it was stopped meanwhile
+                raise
+        finally:
+            sandbox.pull = None
 
     async def _make(self, sandbox: Sandbox) -> None:
         if not self.backend.located(sandbox.spec):
@@ -304,27 +323,6 @@ class Manager:
                 if all(sandbox.args.labels.get(k) == v for k, v in labels.items()):
                     yield sandbox
 
-    async def metrics(self, name: str) -> Metrics:
-        """Return what a live sandbox uses and may use. Raises `NotFound`, `WrongState`."""
-        sandbox = self.get(name)
-        if sandbox.state != "running" or sandbox.handle is None:
-            raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
-        usage, spec = await self.backend.usage(sandbox.handle), sandbox.spec
-        return Metrics(
-            memory_bytes=usage.memory_bytes,
-            memory_limit_bytes=spec.memory_bytes,
-            cpu_usage_s=usage.cpu_usage_s,
-            cpu_limit=spec.cpu_cores,
-            pids=usage.pids,
-            pids_limit=spec.pids,
-            disk_bytes=usage.disk_bytes,
-            disk_limit_bytes=usage.disk_limit_bytes or spec.disk_bytes,
-            oom_kills=usage.oom_kills,
-            rx_bytes=usage.rx_bytes,
-            tx_bytes=usage.tx_bytes,
-            uptime_s=asyncio.get_running_loop().time() - sandbox.started,
-        )
-
     # --- end ------------------------------------------------------------------------------------
 
     def begin_stop(self, sandbox: Sandbox, reason: str) -> None:
@@ -334,8 +332,10 @@ class Manager:
         building = sandbox.state == "creating"
         sandbox.move("stop")
         sandbox.reason = reason
-        if building:
-            return  # the build task sees the state and frees
+        if building:  # the build task sees the state and frees
+            if sandbox.pull is not None:
+                sandbox.pull.cancel()
+            return
         sandbox.task = asyncio.get_running_loop().create_task(self._free(sandbox))
 
     async def stop(self, name: str, reason: str = "stopped by request") -> Sandbox:

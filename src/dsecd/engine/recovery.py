@@ -1,17 +1,21 @@
 """The start of a daemon after another one: what the journal says against what is there.
 
 Order: every journalled sandbox that was running is offered to the backend; those alive are
-re-adopted with their clocks, the rest is destroyed; a create that was under way is destroyed,
-because its caller got no answer and will ask again; then the backend sweeps whatever carries our
-names and belongs to nobody. Bounded concurrency: 500 sandboxes must be back in under 3 s, and the
-kernel's side of it is serial.
+re-adopted with their clocks. Only then the rest is destroyed, for the living may need what the dead
+had (a branch its origin's files). A create that was under way is destroyed, too, because its caller
+got no answer and will ask again; then the backend sweeps whatever carries our names and belongs to
+nobody. Bounded concurrency: 500 sandboxes must be back in under 3 s, and the kernel's side of it is
+serial.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -23,6 +27,7 @@ from dsecd.engine.request import compile_spec
 from dsecd.engine.sandbox import Sandbox
 from libdsec.model import State
 
+T = TypeVar("T")
 logger = logging.getLogger("dsecd.recovery")
 PARALLEL = 32
 
@@ -31,14 +36,11 @@ async def recover(manager: Manager) -> tuple[int, int]:
     """Bring the engine to the state of the host. Returns (re-adopted, freed)."""
     begun = time.monotonic()
     rows = manager.journal.rows()
-    gate = asyncio.Semaphore(PARALLEL)
-
-    async def one(row: Row) -> bool:
-        async with gate:
-            return await _recover_one(manager, row)
-
     present = [row for row in rows if row.state != "ended"]
-    kept = sum(await asyncio.gather(*(one(row) for row in present)))
+    alive = await _each(present, functools.partial(_readopt_one, manager))
+    dead = [row for row, lives in zip(present, alive, strict=True) if not lives]
+    await _each(dead, functools.partial(_free_one, manager))
+    kept = len(present) - len(dead)
     for row in sorted(rows, key=lambda row: row.ended_at or 0.0):
         if row.state == "ended":
             _remember(manager, row)
@@ -54,24 +56,43 @@ async def recover(manager: Manager) -> tuple[int, int]:
     return kept, freed
 
 
-async def _recover_one(manager: Manager, row: Row) -> bool:
-    """Re-adopt or free one sandbox; True when it is live."""
+async def _each(rows: list[Row], work: Callable[[Row], Awaitable[T]]) -> list[T]:
+    """Do `work` for every row, `PARALLEL` at once."""
+    gate = asyncio.Semaphore(PARALLEL)
+
+    async def one(row: Row) -> T:
+        async with gate:
+            return await work(row)
+
+    return await asyncio.gather(*(one(row) for row in rows))
+
+
+async def _readopt_one(manager: Manager, row: Row) -> bool:
+    """Re-adopt a sandbox if it lives."""
     handle = _handle(row)
-    if handle is None:  # nothing to free it by: sweep finds what it left
-        manager.journal.drop(row.id)
+    if handle is None or row.state != "running":
         return False
     with log.about(row.id):
         try:
-            if row.state == "running" and await _readopt(manager, row, handle):
-                return True
+            return await _readopt(manager, row, handle)
         except Exception:
             logger.exception("cannot re-adopt; the sandbox is freed")
+            return False
+
+
+async def _free_one(manager: Manager, row: Row) -> None:
+    """Free what a dead sandbox, or one that was being made, has left."""
+    handle = _handle(row)
+    if handle is None:  # nothing to free it by: sweep finds what it left
+        manager.journal.drop(row.id)
+        return
+    with log.about(row.id):
         sandbox = _sandbox(manager, row)
         sandbox.handle = handle
         if row.state == "intent":
             await _free(manager, sandbox, handle)
             manager.journal.drop(row.id)
-            return False
+            return
         sandbox.state = "failed"
         sandbox.reason = "found dead when dsecd started"
         sandbox.ended_at = time.time()
@@ -80,7 +101,6 @@ async def _recover_one(manager: Manager, row: Row) -> bool:
         _settle(sandbox)
         manager.adopt(sandbox)
         manager.events.emit(row.id, "failed", reason=sandbox.reason)
-        return False
 
 
 async def _free(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:

@@ -10,9 +10,11 @@ import msgspec
 from dsecd.backends.abc import Channel, Handle
 from dsecd.engine.journal import Row, RowState
 from dsecd.engine.lifecycle import FINAL, Action, after
+from dsecd.images.tool import Report, unreported
 from dsecd.model import Spec
 from libdsec.errors import DSecError
 from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
+from libdsec.model_layers import ImportStage
 
 COMMANDS_NOTED = 4096  # per sandbox
 
@@ -23,8 +25,8 @@ class Sandbox:
     __slots__ = (
         "address", "address6", "args", "backend", "calls", "channel", "claim_deadline", "claims",
         "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
-        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "ready",
-        "reason", "saving", "spec", "started", "state", "task", "waiters",
+        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "pull", "ready",
+        "reason", "report", "saving", "spec", "started", "state", "task", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -56,7 +58,13 @@ class Sandbox:
         self.gone: asyncio.Future[None] = loop.create_future()  # all resources are given back
         self.error: DSecError | None = None  # of its create
         self.task: asyncio.Task[None] | None = None  # building or freeing
+        self.pull: asyncio.Future[None] | None = None  # its wait for a registry's image
+        self.report: Report = unreported  # told how far that is, by whoever waits for the create
         self.saving: asyncio.Lock | None = None  # one checkpoint, rollback or pack at a time
+
+    def tell(self, stage: ImportStage, done: int, total: int) -> None:
+        """Pass on how far the pull of the image is. From any thread."""
+        self.report(stage, done, total)
 
     def move(self, action: Action) -> None:
         """Take the transition `action`. Raises `WrongState`."""

@@ -43,6 +43,15 @@ async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoin
     return made
 
 
+async def delete_checkpoint(manager: Manager, name: str, checkpoint_id: str) -> None:
+    """Forget a checkpoint and free what only it needed. Raises `NotFound`, `WrongState`."""
+    async with _exclusive(manager, name) as (sandbox, handle):
+        await manager.backend.delete_checkpoint(
+            handle, checkpoint_id, lambda now: _save(manager, sandbox, now)
+        )
+    manager.events.emit(sandbox.id, "checkpoint_deleted", checkpoint=checkpoint_id)
+
+
 async def _save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
     sandbox.handle = handle
     if sandbox.state == "running":

@@ -54,6 +54,7 @@ class _Mounted(msgspec.Struct):
 
     point: Path
     shared: int = -1
+    devices: tuple[str, ...] = ()  # () as long as an adopted one has no user
     users: int = 0
     idle_since: float = 0.0
 
@@ -108,6 +109,7 @@ class LayerMounts:
             layer = self._layers[digest] = self._mount(
                 digest, Path(image), [Path(device) for device in devices], served
             )
+        layer.devices = tuple(map(str, devices))
         layer.users += 1
 
     def release(self, digest: str) -> None:
@@ -149,6 +151,24 @@ class LayerMounts:
         """Return the digests of all mounted layers."""
         return list(self._layers)
 
+    def devices(self) -> set[str]:
+        """Return the blob devices of all mounted layers that had a user."""
+        return {device for layer in self._layers.values() for device in layer.devices}
+
+    def attached(self) -> set[str]:
+        """Return the digests of what the kernel has mounted, also where an unmount failed."""
+        prefix = os.path.realpath(self._root) + "/"
+        return {
+            mount.point.removeprefix(prefix)
+            for mount in mountinfo.mounts()
+            if mount.point.startswith(prefix)
+        }
+
+    def images(self) -> set[str]:
+        """Return the image files of what the kernel has mounted."""
+        prefix = os.path.realpath(self._root) + "/"
+        return {mount.source for mount in mountinfo.mounts() if mount.point.startswith(prefix)}
+
     def mounted(self) -> int:
         """Return how many layers are mounted."""
         return len(self._layers)
@@ -165,6 +185,22 @@ class LayerMounts:
                 users=layer.users,
             )
         self._unmount(digest)
+
+    def drop_served(self) -> list[str]:
+        """Unmount adopted layers on files of a dsec-blobd whose connection is gone; return them.
+
+        For ever they give EIO to the sandboxes that have them; the next user mounts them anew.
+        """
+        prefix = os.path.realpath(self._root) + "/"
+        served = [
+            digest
+            for mount in mountinfo.mounts()
+            if (digest := mount.point.removeprefix(prefix)) in self._layers
+            and "directio" in mount.options
+        ]
+        for digest in served:
+            self.drop(digest)
+        return served
 
     def collect(self) -> list[str]:
         """Unmount the layers unused for longer than the grace; return their digests."""

@@ -16,7 +16,7 @@ PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socke
 # The steps of a creation, in order; `ContainerPlan.fail_step` and `SpawnReply.step` name one.
 STEPS = (
     "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files",
-    "lowers", "overlay", "terminals", "bind_sources", "config", "clone",
+    "lowers", "overlay", "links", "terminals", "bind_sources", "config", "clone",
     # in the new process
     "root", "proc", "dev", "read_only", "masks", "binds", "netns", "cgroup_ns", "helper",
     # in its helper, inside the user namespace
@@ -27,8 +27,8 @@ STEPS = (
 
 # The steps of a re-rooting, in order.
 REROOT_STEPS = (
-    "carry_over", "bare_root", "upper", "upper_dirs", "files", "lowers", "overlay", "bind_sources",
-    "clone",
+    "carry_over", "bare_root", "upper", "upper_dirs", "files", "lowers", "overlay", "links",
+    "bind_sources", "clone",
     # in the new process
     "root", "proc", "dev", "binds", "userns", "unshare", "namespace",
 )  # fmt: skip
@@ -72,6 +72,7 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     sandbox: str
     lowers: int  # how many descriptors of lowers follow
     raw_lowers: int = 0  # how many of these, the topmost, have their ids right already
+    linked: bool = False  # the topmost may hold files of several names: they stay such
     uid_base: int  # first host id of the range; inside 0..65534
     owner_uid: int  # host id that owns the user namespace: uid_base + 65535
     cgroup: str = ""  # v2 directory: made, delegated to owner_uid, and entered by the clone
@@ -105,6 +106,7 @@ class RerootPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     sandbox: str
     lowers: int
     raw_lowers: int = 0  # uppers of this container's earlier checkpoints, the newest last
+    linked: bool = False
     uid_base: int
     upper_dir: str = ""  # fresh, as the memory upper is
     upper_bytes: int = 0
@@ -139,3 +141,4 @@ class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
     step: str = ""  # the step that failed
     micros: dict[str, int] = {}  # time of each step, when `trace` was asked
     clean: bool = False  # of a destruction: nothing is left in its network namespace
+    linked: bool = False  # of a re-rooting: there are files of several names in the topmost lower

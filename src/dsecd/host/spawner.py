@@ -54,11 +54,15 @@ class Spawned:
 
 @dataclass(frozen=True)
 class Rerooted:
-    """Another root of a container: its mount namespace and upper (the caller closes both)."""
+    """Another root of a container: its mount namespace and upper (the caller closes both).
+
+    `linked`: the plan's `linked` was right, there are such files.
+    """
 
     mount_ns: int
     upper: int
     micros: dict[str, int] = field(default_factory=dict)
+    linked: bool = False
 
 
 class SpawnerPool:
@@ -84,7 +88,7 @@ class SpawnerPool:
         return_slot: Callable[[Slot], None] | None = None,
     ) -> None:
         self._binary, self._init, self._count = binary, init, count
-        self._base_filter, self._by_path = base_filter, by_path
+        self._base_filter, self.by_path = base_filter, by_path
         self._take_slot, self._return_slot = take_slot, return_slot
         self._creators: list[Worker] = []
         self._destroyers: list[Worker] = []
@@ -112,7 +116,7 @@ class SpawnerPool:
             raise
 
     async def _add(self, group: list[Worker]) -> None:
-        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost, self._by_path)
+        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost, self.by_path)
         group.append(worker)
         reply, _ = await worker.ready
         if reply.error:
@@ -406,7 +410,7 @@ class SpawnerPool:
         reply, made = call.result()
         if reply.error:
             raise step_error(f"re-rooting {plan.sandbox}", reply.error, reply.step)
-        return Rerooted(made[0], made[1], reply.micros)
+        return Rerooted(made[0], made[1], reply.micros, reply.linked)
 
     async def _undo_reroot(self, plan: RerootPlan, call: Call) -> None:
         with contextlib.suppress(DSecError):

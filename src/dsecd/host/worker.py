@@ -38,6 +38,11 @@ class Slot(Protocol):
 def step_error(what: str, code: int, step: str) -> DSecError:
     """Return the error for a step of the spawner that failed with errno `code`."""
     message = f"{what}: step {step!r} failed: {os.strerror(code)}"
+    if step == "links" and code in _FULL:
+        message = (
+            f"{what}: {os.strerror(code)} for a copy of the files with several names (hard links), "
+            "which each root on a checkpoint needs; remove some of them, or use more disk_limit_mb"
+        )
     detail = {"step": step, "errno": errno.errorcode.get(code, str(code))}
     return (Exhausted if code in _FULL else Internal)(message, **detail)
 

@@ -99,6 +99,11 @@ def blob_id(index: bytes) -> str:
     return hashlib.sha256(index).hexdigest()
 
 
+def index_most(size: int) -> int:
+    """Return how many bytes the index of a blob of `size` bytes has at most."""
+    return _HEADER.size + -(-size // BLOCK) * _ENTRY.size
+
+
 def decode_index(data: bytes, blob: str) -> Index:
     """Return the index of blob `blob`. Raises `Internal` when `data` is not it, or not one."""
     found = blob_id(data)

@@ -3,25 +3,32 @@
 In two runs at least: the first that finds something unreferenced marks it (``trash/<id>``), a
 later one, `wait_s` after the mark, looks again at names and leases and deletes it. Builds and
 mounts do it the other way round, lease first and then the look at the marks, so one of the two sees
-the other. A layer's manifest goes first and its blobs last: nothing that can be found lacks a part.
+the other (`dsecd.images.marks`). A layer's manifest goes first and its blobs last: nothing that can
+be found lacks a part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Collection, Iterable
 
 import msgspec
 
+from dsecd.images import marks as marking
 from dsecd.images import records
 from dsecd.images.library import EVERYTHING
 from dsecd.images.manifest import Manifest
+from dsecd.images.marks import Announcement
 from dsecd.images.records import Lease, Name
 from dsecd.images.stores.abc import Entry, Store
-from libdsec.errors import NotFound
+from libdsec.errors import Internal, NotFound
 
 GRACE_S = 7 * 86400.0  # a layer without a name can be had by its digest for so long
 WAIT_S = 3600.0
+EXPIRED_S = 86400.0  # a lease that does not hold any more is removed then: its holder may come back
 _ORDER = ("layers", "images", "indexes", "blobs", "traces")
 
 
@@ -59,34 +66,46 @@ async def collect(
     """
     done = Collected()
     marks = {_id(entry): entry async for entry in store.list("trash/")}
-    live, building = await _survey(store, used, grace_s)
-    young = time.time() - grace_s
-    for prefix in _ORDER:
-        if building and prefix in ("indexes", "blobs"):
-            continue
-        async for entry in store.list(f"{prefix}/"):
-            name = _id(entry)
-            if live.has(prefix, name) or entry.modified > young:
-                if name in marks and prefix != "indexes":
-                    await store.delete(f"trash/{name}")
+    due = {name for name, mark in marks.items() if mark.modified <= time.time() - wait_s}
+    async with contextlib.AsyncExitStack() as stack:
+        announcement = None
+        if due:
+            holder = f"{socket.gethostname()}:{os.getpid()}"
+            announcement = await stack.enter_async_context(marking.deleting(store, holder))
+        live, building = await _survey(store, used, grace_s)
+        young = time.time() - grace_s
+        findable: set[str] = set()  # garbage, but not deleted yet
+        held = _Live()
+        for prefix in _ORDER:
+            if building and prefix in ("indexes", "blobs"):
                 continue
-            await _discard(store, entry, marks.get(name), wait_s, done)
+            if prefix == _ORDER[1]:
+                held = await _closure(store, findable, damaged_ok=True)
+            async for entry in store.list(f"{prefix}/"):
+                name = _id(entry)
+                if live.has(prefix, name) or entry.modified > young:
+                    if name in marks and prefix != "indexes":
+                        await store.delete(f"trash/{name}")
+                    continue
+                if name not in marks:
+                    # an index shares its blob's id and mark
+                    done.marked += await store.write(f"trash/{name}", b"garbage\n")
+                elif name in due and not building and not held.has(prefix, name):
+                    assert announcement is not None
+                    await _discard(store, entry, announcement, done)
+                    continue
+                if prefix == "layers":
+                    findable.add(name)
     await _forget_marks(store, marks)
+    await store.tidy()
     return done
 
 
-async def _discard(
-    store: Store, entry: Entry, mark: Entry | None, wait_s: float, done: Collected
-) -> None:
-    """Mark `entry`, or delete it when its mark is old enough."""
-    if mark is None:
-        # an index shares its blob's id and mark
-        if await store.write(f"trash/{_id(entry)}", b"garbage\n"):
-            done.marked += 1
-    elif mark.modified <= time.time() - wait_s:
-        await store.delete(entry.key)
-        done.deleted += 1
-        done.freed_bytes += entry.size
+async def _discard(store: Store, entry: Entry, announcement: Announcement, done: Collected) -> None:
+    await announcement.keep()
+    await store.delete(entry.key)
+    done.deleted += 1
+    done.freed_bytes += entry.size
 
 
 async def _forget_marks(store: Store, marks: Iterable[str]) -> None:
@@ -107,7 +126,8 @@ async def _survey(store: Store, used: Collection[str], grace_s: float) -> tuple[
             continue
         lease = msgspec.json.decode(found[0], type=Lease)
         if lease.expires_at < now:
-            await store.delete(entry.key)
+            if lease.expires_at < now - EXPIRED_S:
+                await store.delete(entry.key)
             continue
         roots.update(lease.layers)
         building = building or EVERYTHING in lease.blobs
@@ -121,15 +141,20 @@ async def _survey(store: Store, used: Collection[str], grace_s: float) -> tuple[
     return await _closure(store, roots), building
 
 
-async def _closure(store: Store, roots: set[str]) -> _Live:
-    """Return all that the layers `roots` need."""
+async def _closure(store: Store, roots: set[str], damaged_ok: bool = False) -> _Live:
+    """Return all that the layers `roots` need; a damaged one is an error, or needs nothing."""
     live, pending = _Live(), list(roots)
     while pending:
         digest = pending.pop()
         if digest in live.layers:
             continue
         live.layers.add(digest)
-        manifest = await _manifest(store, digest)
+        try:
+            manifest = await _manifest(store, digest)
+        except Internal:
+            if not damaged_ok:
+                raise
+            continue
         if manifest is not None:
             live.images.add(manifest.image)
             live.blobs.update(blob.id for blob in manifest.blobs)

@@ -46,9 +46,12 @@ def compose(
         layers.append(part.digest)
         config = override(config, part.config)
     if len(layers) > MAX_LAYERS:
+        remedy = "use fewer toolkits"
+        if base.parents:
+            remedy = f"make one of the {len(base.parents) + 1} of the image: dsec layer collapse"
         raise InvalidArgument(
             f"the environment has {len(layers)} layers, at most {MAX_LAYERS} can be stacked; "
-            "collapse it with dsec layer collapse",
+            + remedy,
             field="container_image",
         )
     return Environment(tuple(layers), config)

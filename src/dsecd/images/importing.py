@@ -140,7 +140,7 @@ async def _found(
 ) -> AsyncIterator[Source]:
     scheme, colon, rest = source.partition(":")
     if not colon or scheme not in SCHEMES:
-        yield _path(Path(source), check)
+        yield _path(_absolute(source), check)
     elif scheme in ("docker", "git"):
         place = scratch / "source"
         try:
@@ -183,11 +183,24 @@ def _below(
 
 
 def _split(text: str) -> tuple[Path, str | None]:
-    """Return path and reference of ``PATH[:REFERENCE]``; a path that exists wins."""
-    if Path(text).exists():
-        return Path(text), None
+    """Return path and reference of ``PATH[:REFERENCE]``; the longest path that exists wins."""
+    end = len(text)
+    while end >= 0:
+        if Path(text[:end]).exists():
+            return _absolute(text[:end]), text[end + 1 :] or None
+        end = text.rfind(":", 0, end)
     path, colon, reference = text.partition(":")
-    return Path(path), reference if colon else None
+    return _absolute(path), reference if colon else None
+
+
+def _absolute(text: str) -> Path:
+    """Return the path. Raises `InvalidArgument` for one that means another place to the caller."""
+    if not text.startswith("/"):
+        raise InvalidArgument(
+            f"{text!r} is not an absolute path; sources are looked for on the daemon's host",
+            field="source",
+        )
+    return Path(text)
 
 
 def _image(path: Path, reference: str | None, check: Check) -> Source:

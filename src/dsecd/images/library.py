@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import difflib
 import functools
+import logging
 import os
 import secrets
 import socket
@@ -27,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from dsecd.images import builder, disk, names, records
+from dsecd.images import builder, disk, marks, names, records
 from dsecd.images.builder import Built, Part, Recipe
 from dsecd.images.chunks import decode_index
 from dsecd.images.known import KnownChunks
@@ -39,7 +40,10 @@ from dsecd.images.stores.abc import Conflict, Store
 from dsecd.images.stores.opening import open_store
 from libdsec.errors import AlreadyExists, Internal, InvalidArgument, NotFound, Unavailable
 
+logger = logging.getLogger("dsecd.layers")
 RESOLVED_S = 1.0  # a name that moved elsewhere is seen after so long
+PATIENCE_S = 2.0  # with the store, for a name that was resolved before
+AWAY_S = 5.0  # while the store does not answer, it is asked for a name once in so long
 LEASE_S = 86400.0
 EVERYTHING = "*"  # in a lease: all blobs
 PARALLEL_BUILDS = 2
@@ -120,6 +124,8 @@ class Library:
         self._holder = f"{socket.gethostname()}:{os.getpid()}"
         self._manifests: dict[str, Manifest] = {}
         self._resolved: dict[str, tuple[float, Named]] = {}
+        self._last: dict[str, Named] = {}  # what was resolved, for when the store is away
+        self.moves = 0  # of names, by this daemon
         self._builds = asyncio.Semaphore(PARALLEL_BUILDS)
 
     # --- names and manifests ----------------------------------------------------------------------
@@ -134,24 +140,45 @@ class Library:
     async def resolve(self, reference: str) -> Named:
         """Return the layer with this name, digest or unique beginning of a digest.
 
-        Raises `NotFound` with what there is instead, `InvalidArgument` for an ambiguous digest.
+        While the store does not answer, what it was last is believed. Raises `NotFound` with what
+        there is instead, `InvalidArgument` for an ambiguous digest.
         """
         recalled = self.recall(reference)
         if recalled is not None:
             return recalled
-        found = await self._look_up(reference)
+        last, believed_s = self._last.get(reference), RESOLVED_S
+        try:
+            async with asyncio.timeout(None if last is None else PATIENCE_S):
+                found = await self._look_up(reference)
+        except (TimeoutError, Unavailable):
+            if last is None:
+                raise
+            logger.warning("the store does not answer: %s is taken for what it was", reference)
+            found, believed_s = last, AWAY_S
         if found is None:
+            self._last.pop(reference, None)
             raise NotFound(f"no layer {reference!r}; {await self._hint(reference)}", name=reference)
-        self._resolved[reference] = (time.monotonic() + RESOLVED_S, found)
+        self._resolved[reference] = (time.monotonic() + believed_s, found)
+        self._last[reference] = found
         return found
 
     async def manifest(self, digest: str) -> Manifest:
         """Return the manifest of a layer. Raises `NotFound`, `Internal` when it is damaged."""
         found = self._manifests.get(digest)
         if found is None:
-            data = await self.store.read(f"layers/{digest}")
-            found = self._manifests[digest] = records.decode_manifest(digest, data)
+            found = self._manifests[digest] = await self._read_manifest(digest)
         return found
+
+    async def _read_manifest(self, digest: str) -> Manifest:
+        """Read twice what is damaged: on the way that passes, in the store it does not."""
+        with contextlib.suppress(Internal):
+            return records.decode_manifest(digest, await self.store.read(f"layers/{digest}"))
+        return records.decode_manifest(digest, await self.store.read(f"layers/{digest}"))
+
+    def forget(self, digest: str) -> None:
+        """What is known of this layer does not hold any more: read it again."""
+        self._manifests.pop(digest, None)
+        self._resolved.clear()
 
     async def list(self) -> list[Named]:
         """Return every layer under every name, sorted by name; then those without a name."""
@@ -190,10 +217,13 @@ class Library:
                 )
             except Conflict:
                 continue  # somebody moved it in this moment: look again
-            self._resolved.pop(full, None)
-            if await self.store.size(f"layers/{digest}") is None:
+            self._moved(full)
+            try:
+                await marks.look(self.store, [digest])
+            except NotFound:
                 await self.remove(full)
-                raise NotFound(f"layer {digest[:12]} was removed meanwhile", digest=digest)
+                self.forget(digest)
+                raise
             return Named(full, manifest, record.created_at)
 
     async def remove(self, reference: str) -> Named:
@@ -202,16 +232,22 @@ class Library:
         The layer itself goes with the garbage, when nothing refers to it. Raises `NotFound`.
         """
         layer = await self.resolve(reference)
-        self._resolved.clear()
         gone = [layer.name]
         if layer.name == layer.digest or not _is_name(reference, layer.name):
             gone = [row.name async for row in self._all_names() if row.digest == layer.digest]
+        self._moved(*gone)
         for name in gone:
             current = await self._read_name(name)
             if current is not None and current[0].digest == layer.digest:
                 with contextlib.suppress(Conflict):  # moved elsewhere in this moment
                     await self.store.swap_name(_key(name), None, current[1])
         return layer
+
+    def _moved(self, *full: str) -> None:
+        """Names lead elsewhere: what is remembered by names, in whatever form, may be wrong."""
+        self._resolved.clear()
+        self._last = {key: named for key, named in self._last.items() if named.name not in full}
+        self.moves += 1
 
     # --- making layers ----------------------------------------------------------------------------
 
@@ -245,6 +281,7 @@ class Library:
                 disk.scratch(self.scratch) as scratch,
                 self._lease([EVERYTHING], scratch),
             ):
+                await self._learn_related(name if replace else None, recipe.parents)
                 manifest = await self._make(read, recipe, gate, hold, scratch)
                 if name is None:
                     return Named(manifest.digest, manifest, time.time())
@@ -288,8 +325,12 @@ class Library:
         for blob in {blob for part in built.parts for blob in part.manifest.blobs}:
             if new is not None and blob.id == new.id:
                 continue
-            if await store.size(f"blobs/{blob.id}") != blob.size or await self._is_marked(blob.id):
+            size = await store.size(f"blobs/{blob.id}")
+            if size != blob.size or await marks.any_marked(store, [blob.id]):
                 raise _Gone(blob.id)
+        made = {one for part in built.parts for one in (part.manifest.digest, part.manifest.image)}
+        if await marks.any_marked(store, made | ({new.id} if new is not None else set())):
+            await marks.outlast(store)  # what is there may be about to go
         if new is not None:
             await store.write(f"indexes/{new.id}", new.index)
             await store.write(f"blobs/{new.id}", new.path)
@@ -313,12 +354,32 @@ class Library:
 
     async def learn(self, blob: str) -> None:
         """Know the chunks of a blob of the store from now on, so that builds use them."""
-        if blob not in self._known.blobs():
+        if blob not in await asyncio.to_thread(self._known.blobs):
             index = await self.store.read(f"indexes/{blob}")
             await asyncio.to_thread(self._known.add, blob, decode_index(index, blob))
 
-    async def _is_marked(self, blob: str) -> bool:
-        return await self.store.size(f"trash/{blob}") is not None
+    async def _learn_related(self, name: str | None, parents: Sequence[str]) -> None:
+        """Know the chunks of what a new layer lies on or replaces, whichever host made it.
+
+        Then they are not put into the store again. What cannot be read is left out.
+        """
+        layers = set(parents)
+        if name is not None and (current := await self._read_name(name)) is not None:
+            layers.add(current[0].digest)
+
+        async def learn(blob: str) -> None:
+            with contextlib.suppress(NotFound, Internal):
+                await self.learn(blob)
+
+        async def blobs(digest: str) -> set[str]:
+            with contextlib.suppress(NotFound, Internal):
+                return {blob.id for blob in (await self.manifest(digest)).blobs}
+            return set()
+
+        found = set[str]().union(*await asyncio.gather(*map(blobs, layers)))
+        if found:
+            known = await asyncio.to_thread(self._known.blobs)
+            await asyncio.gather(*map(learn, found - known))
 
     @contextlib.asynccontextmanager
     async def _lease(self, blobs: Sequence[str], scratch: Path) -> AsyncIterator[None]:
@@ -326,11 +387,14 @@ class Library:
         key = f"leases/{secrets.token_hex(16)}"
         (scratch / disk.LEASE).write_text(key)
         lease = Lease(holder=self._holder, expires_at=time.time() + LEASE_S, blobs=list(blobs))
-        await self.store.swap_name(key, msgspec.json.encode(lease), None)
+        taking = asyncio.ensure_future(self.store.swap_name(key, msgspec.json.encode(lease), None))
         try:
+            await asyncio.shield(taking)
             yield
         finally:
-            await self.store.delete(key)
+            await asyncio.wait([taking])  # of a cancelled call it is written all the same
+            if taking.exception() is None:
+                await self.store.delete(key)
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from dsecd.host import fuse, processes
+from dsecd.host import fuse, preaccess, processes
+from dsecd.images.blobd import handover
 from dsecd.images.blobd.channel import VERSION, Channel
 from dsecd.images.blobd.model import BlobState, Hello, Settings, Trace
 from dsecd.images.stores.abc import Source
@@ -33,6 +34,7 @@ _T = TypeVar("_T")
 _START_S = 10.0  # until a started process must answer
 _RETRY_S = 0.005
 _RESTARTS_DELAY_MAX_S = 5.0
+_WATCH = b"\xa5watch\xc3"  # in a kept request: true
 _RANGES_AT_ONCE = 2000  # in one request; about 20 bytes each
 
 
@@ -46,20 +48,26 @@ class Blobd:
         settings: Settings | None = None,
         *,
         binary: Sequence[str] = (),
+        pre_access: bool = False,
         place: Callable[[int], None] | None = None,
     ) -> None:
         """`binary`: the command in front of the options; empty: the C program of this package.
 
+        `pre_access`: let layers be mounted on files that are not whole (`hold`, `watch`).
         `place` gets the pid of each process that is started: to move it into a cgroup.
         """
         self.directory = runtime / "blobs"
         self.cache = cache
         self.restarts = 0
+        self.unwatched = False  # it was started, and mounts may have been read without it before
         self._runtime, self._settings = runtime, settings or Settings()
         self._binary = tuple(binary) or (str(Path(__file__).parents[2] / "bin/dsec-blobd"),)
         self._place = place
         self._control, self._state = runtime / "blobd.sock", runtime / "blobd"
+        self._credentials = runtime / "blobd-credentials"
         self._fuse = -1
+        self._group: tuple[int, int] | None = None  # of fanotify, and its slots
+        self._pre_access = pre_access
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfds = [-1, -1]  # of the keeper and of the worker
         self._channel: Channel | None = None
@@ -95,10 +103,18 @@ class Blobd:
             await self._connect(0.0)
         except Unavailable:
             return False
-        _, fds = await self._channel_now().call("descriptor", {})
-        self._fuse = fds[0]
+        self._fuse = await self._descriptor(0)
+        if "pre_access" in self.hello.capabilities:
+            self._group = (await self._descriptor(1), await self._descriptor(2))
+        elif self._pre_access:
+            _log.warning("pre-access is not used before dsec-blobd is started anew")
         self._watcher = asyncio.create_task(self._watch())
         return True
+
+    async def _descriptor(self, which: int) -> int:
+        """Ask for a copy of what must not be closed while anything is mounted."""
+        _, fds = await self._channel_now().call("descriptor", {"which": which})
+        return fds[0]
 
     async def detach(self) -> None:
         """Leave the process running for the next dsecd."""
@@ -112,6 +128,7 @@ class Blobd:
             if self._channel is not None and not self._channel.lost.is_set():
                 await self._channel.call("shutdown", {})
         await self._abandon()
+        self._credentials.unlink(missing_ok=True)
 
     async def _stop_watching(self) -> None:
         if self._watcher is not None:
@@ -138,6 +155,9 @@ class Blobd:
         if self._fuse >= 0:
             os.close(self._fuse)
         self._fuse = -1
+        for fd in self._group or ():
+            os.close(fd)
+        self._group = None
         self._process = None
         self._ready.clear()
 
@@ -147,6 +167,10 @@ class Blobd:
 
     def _mount(self) -> None:
         self._fuse = fuse.mount(self.directory, "dsec-blobs")
+        # what is mounted and was watched must be, whatever is wanted now
+        self.unwatched = any(_WATCH in path.read_bytes() for path in self._state.glob("*.hold"))
+        if self._pre_access or self.unwatched:
+            self._group = (preaccess.open_group(), os.memfd_create("dsec-blobd-slots"))
 
     def _spawn(self, take_over: bool) -> None:
         options = {
@@ -156,10 +180,12 @@ class Blobd:
             "--cache": str(self.cache),
             "--connection": fuse.connection(self.directory),
         }
+        if self._group is not None:
+            options |= {"--group-fd": str(self._group[0]), "--slots-fd": str(self._group[1])}
         command = [*self._binary, *(word for pair in options.items() for word in pair)]
         self._process = subprocess.Popen(
             command + ["--take-over"] * take_over,
-            pass_fds=[self._fuse],
+            pass_fds=[self._fuse, *(self._group or ())],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # it outlives the daemon
             env={k: v for k, v in os.environ.items() if not k.startswith("AWS_")},
@@ -272,6 +298,10 @@ class Blobd:
         """The file that EROFS opens as a device."""
         return self.directory / blob
 
+    def cached(self, blob: str) -> Path:
+        """The same of a blob that a layer holds."""
+        return self.cache / "blobs" / blob
+
     async def configure(self, settings: Settings) -> None:
         await self._call("configure", dict, **msgspec.to_builtins(settings))
         self._settings = settings
@@ -281,19 +311,25 @@ class Blobd:
 
         Raises `NotFound` without the index, `InvalidArgument` when it is not that of the id.
         """
-        if source.credentials in ("environment", "instance"):
-            raise Unsupported(
-                f"dsec-blobd reads credentials from a file, not from the {source.credentials}",
-                reason="put them into a credentials file and name it in the store's options",
-            )
-        fields = msgspec.to_builtins(source)
+        fields = msgspec.to_builtins(handover.readable(source, self._credentials))
         return await self._call("add", BlobState, id=blob, source=fields)
 
-    async def remove(self, blob: str) -> None:
-        """Forget a blob; its cached chunks go when room is needed. `WrongState` when pinned.
+    def hand_over(self, source: Source, environ: Mapping[str, str] = os.environ) -> None:
+        """Let dsec-blobd have the keys for such sources; before the first `add`.
 
-        Reads that wait for the store end with an error. An unmount waits for reads under way, so
-        remove the blobs that nothing else uses before it, not after.
+        Raises `Unsupported` when it cannot have them.
+        """
+        handover.expect_readable(source)
+        if source.credentials == "environment":
+            self._runtime.mkdir(parents=True, exist_ok=True)
+            handover.save(self._credentials, environ)
+
+    async def remove(self, blob: str) -> None:
+        """Forget a blob; its cached chunks go when room is needed.
+
+        Raises `WrongState` when it is pinned or held. Reads that wait for the store end with an
+        error. An unmount waits for reads under way, so remove the blobs that nothing else uses
+        before it, not after.
         """
         await self._call("remove", dict, id=blob)
 
@@ -304,17 +340,48 @@ class Blobd:
     async def unpin(self, blob: str) -> BlobState:
         return await self._call("unpin", BlobState, id=blob)
 
+    @property
+    def watches(self) -> bool:
+        """Whether `hold` can watch."""
+        return self._pre_access and "pre_access" in self.hello.capabilities
+
+    async def hold(self, layer: str, blobs: Sequence[str], watch: bool = False) -> None:
+        """Keep the files of `blobs` in the cache as they are, for `layer` to be mounted on them.
+
+        All are held or none; again: in place of what the layer held. `watch`: chunks may be
+        missing, and are brought when the mount that follows reads them; zeros are read instead
+        when no process of dsec-blobd and dsecd is left. Raises `WrongState` unless all chunks are
+        present or watched, `Exhausted` when layers would hold more than half of the bound,
+        `Unsupported` by the dsec-blobd of an earlier version that still runs.
+        """
+        if "hold" not in self.hello.capabilities:
+            raise Unsupported("this dsec-blobd cannot hold blobs", reason="of an earlier version")
+        await self._call("hold", dict, layer=layer, blobs=list(blobs), watch=watch)
+
+    async def release(self, layer: str) -> None:
+        """The layer is unmounted: what it held may be evicted."""
+        await self._call("release", dict, layer=layer)
+
+    async def holds(self) -> list[str]:
+        """Return the layers that hold blobs."""
+        if "hold" not in self.hello.capabilities:
+            return []
+        return await self._list("holds", "layers")
+
     async def stat(self, blob: str) -> BlobState:
         return await self._call("stat", BlobState, id=blob)
 
     async def blobs(self) -> list[str]:
         """Return the ids of all registered blobs."""
-        ids: list[str] = []
+        return await self._list("list", "ids")
+
+    async def _list(self, operation: str, key: str) -> list[str]:
+        found: list[str] = []
         while True:
-            part = await self._call("list", dict, **{"from": len(ids)})
-            ids += part["ids"]
-            if len(ids) >= part["total"] or not part["ids"]:
-                return ids
+            part = await self._call(operation, dict, **{"from": len(found)})
+            found += part[key]
+            if len(found) >= part["total"] or not part[key]:
+                return found
 
     async def stats(self) -> dict[str, int]:
         """Return the counters of the process; they begin at 0 in each."""

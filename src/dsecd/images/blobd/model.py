@@ -12,7 +12,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     demand_ms: int = 120_000  # a read fails with EIO after it
     attempt_ms: int = 10_000  # one request to the store; then another is made
     fetch_min: int = 128 << 10  # asked for at once around a missing chunk
-    fetch_max: int = 1 << 20  # the same on a slow store without a prefetch
+    fetch_max: int = 1 << 20  # the same at most; in between by the pace of the store
     demand_threads: int = 16  # these two only grow while the process lives
     prefetch_threads: int = 16
 
@@ -29,7 +29,10 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class BlobState(msgspec.Struct, frozen=True):
-    """A registered blob. `whole`: every chunk is there, `blobs/<id>` of the cache may be used."""
+    """A registered blob. `whole`: every chunk is there, so that a layer can hold it.
+
+    `pinned`: asked for, or held by a mounted layer.
+    """
 
     length: int
     chunks: int

@@ -24,7 +24,7 @@ from dsecd.images.blobd.model import Settings
 from dsecd.images.blobd.twin_blob import GROUP, PRESENT, SUSPECT, Blob, read_source
 from dsecd.images.blobd.twin_fetch import Fetch
 from dsecd.images.blobd.twin_source import LastingFault, PassingFault
-from libdsec.errors import NotFound, WrongState
+from libdsec.errors import Exhausted, NotFound, WrongState
 
 _log = logging.getLogger("dsec-blobd")
 _LASTING_TRIES = 3
@@ -47,6 +47,7 @@ class Cache:
         self.blobs: dict[str, Blob] = {}
         self.counters: Counter[str] = Counter()
         self.latency_s = 0.0
+        self.holds: dict[str, tuple[str, ...]] = {}  # layer: blobs whose files are its devices
         self._nodes: dict[int, Blob] = {}
         self._leaving: dict[str, Blob] = {}  # removed, and still being fetched
         self._nursery = nursery
@@ -79,8 +80,8 @@ class Cache:
 
     def remove(self, name: str) -> None:
         blob = self.find(name)
-        if blob.pinned:
-            raise WrongState(f"the blob {name} is pinned", state="pinned")
+        if blob.pinned or self.held(name):
+            raise WrongState(f"the blob {name} is pinned or held", state="pinned")
         del self.blobs[name], self._nodes[blob.nodeid]
         self._leaving[name] = blob
         for fetch in set(blob.busy.values()):
@@ -92,6 +93,22 @@ class Cache:
         if not blob.busy and self._leaving.get(blob.id) is blob:
             del self._leaving[blob.id]
             blob.close()
+
+    def held(self, name: str) -> bool:
+        return any(name in blobs for blobs in self.holds.values())
+
+    def hold(self, layer: str, names: tuple[str, ...]) -> None:
+        """Keep the files of whole blobs as they are; see holds.c."""
+        blobs = [self.find(name) for name in names]
+        for blob in blobs:
+            if blob.present != len(blob.chunks):
+                raise WrongState(f"chunks of blob {blob.id} are missing", state="partial")
+        others = {name for other in self.holds if other != layer for name in self.holds[other]}
+        size = sum(self.blobs[name].length for name in others | set(names))
+        limit = self.settings.cache_bytes
+        if limit and size > limit / 2:
+            raise Exhausted("mounted layers hold half of the cache's bound already")
+        self.holds[layer] = names
 
     def find(self, name: str) -> Blob:
         if name not in self.blobs:
@@ -132,7 +149,7 @@ class Cache:
         return 0
 
     def _pass(self, blob: Blob, group: int) -> int:
-        if blob.pinned:
+        if blob.pinned or self.held(blob.id):
             return 0
         if group in blob.referenced:
             blob.referenced.discard(group)

@@ -14,7 +14,7 @@ import trio
 
 from dsecd.images.blobd.channel import FRAME_MAX, VERSION
 from dsecd.images.blobd.model import Settings
-from dsecd.images.blobd.twin_blob import CHUNK
+from dsecd.images.blobd.twin_blob import CHUNK, Blob
 from dsecd.images.blobd.twin_cache import Cache
 from libdsec.errors import (
     AlreadyExists,
@@ -37,7 +37,8 @@ _COUNTERS = (
 )  # fmt: skip
 _Request = tuple[int, str, Any]
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
-CAPABILITIES = ("http",)  # no take_over, interrupt, splice: pyfuse3 has none of them; no sigv4
+# no take_over, interrupt, splice: pyfuse3 has none of them; no sigv4, no pre_access
+CAPABILITIES = ("http", "hold")
 
 
 def _argument(arguments: dict[str, Any], key: str, kind: type, otherwise: Any = None) -> Any:
@@ -144,7 +145,7 @@ class Control:
 
     def do_add(self, arguments: dict[str, Any]) -> Any:
         source = _argument(arguments, "source", dict)
-        return self._cache.add(_id(arguments.get("id")), source).describe()
+        return self._describe(self._cache.add(_id(arguments.get("id")), source))
 
     def do_remove(self, arguments: dict[str, Any]) -> Any:
         self._cache.remove(_id(arguments.get("id")))
@@ -159,10 +160,29 @@ class Control:
     def _pin(self, arguments: dict[str, Any], pinned: bool) -> Any:
         blob = self._cache.find(_id(arguments.get("id")))
         blob.pinned = pinned
-        return blob.describe()
+        return self._describe(blob)
+
+    def do_hold(self, arguments: dict[str, Any]) -> Any:
+        layer, names = _id(arguments.get("layer")), _argument(arguments, "blobs", list)
+        if not 0 < len(names) <= _TRACE_BLOBS_MAX:
+            raise InvalidArgument(f"blobs: not a list of 1 to {_TRACE_BLOBS_MAX} ids")
+        self._cache.hold(layer, tuple(_id(name) for name in names))
+        return {}
+
+    def do_release(self, arguments: dict[str, Any]) -> Any:
+        self._cache.holds.pop(_id(arguments.get("layer")), None)
+        return {}
+
+    def do_holds(self, arguments: dict[str, Any]) -> Any:
+        layers, start = list(self._cache.holds), _argument(arguments, "from", int, 0)
+        return {"total": len(layers), "layers": layers[start : start + _AT_ONCE]}
 
     def do_stat(self, arguments: dict[str, Any]) -> Any:
-        return self._cache.find(_id(arguments.get("id"))).describe()
+        return self._describe(self._cache.find(_id(arguments.get("id"))))
+
+    def _describe(self, blob: Blob) -> Any:
+        fields = blob.describe()
+        return fields | {"pinned": blob.pinned or self._cache.held(blob.id)}
 
     def do_list(self, arguments: dict[str, Any]) -> Any:
         ids, start = list(self._cache.blobs), _argument(arguments, "from", int, 0)

@@ -110,6 +110,9 @@ class Store(Protocol):
     def source(self, key: str) -> Source:
         """Return how dsec-blobd reads the object."""
 
+    async def tidy(self) -> None:
+        """Remove what writers left that died long ago, where the store does not do that itself."""
+
     async def close(self) -> None:
         """Let go of threads and connections. What still runs is given up."""
 

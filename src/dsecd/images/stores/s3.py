@@ -308,6 +308,9 @@ class S3Store:
             ca_file=self._options.ca_file,
         )
 
+    async def tidy(self) -> None:
+        """Parts of uploads go by the bucket's lifecycle rule."""
+
     async def close(self) -> None:
         self._workers.close()
         del self._reader, self._writer, self._bulk  # and their connections

@@ -21,7 +21,8 @@ class S3Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     AWS_DEFAULT_REGION, else us-east-1. Credentials: of `profile` in `credentials_file` (AWS shared
     format; AWS_SHARED_CREDENTIALS_FILE, AWS_PROFILE), else AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, else, if `instance_credentials`, those that the
-    machine has. `single_writer`: only this host moves names; for servers without conditional put.
+    machine has (which dsec-blobd, and so a daemon, cannot use). `single_writer`: only this host
+    moves names; for servers without conditional put.
     """
 
     endpoint: str = ""
@@ -110,8 +111,7 @@ def credentials(options: S3Options, environ: Mapping[str, str]) -> Credentials:
         return Credentials("instance")
     raise InvalidArgument(
         "no credentials for the S3 store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the "
-        "daemon's environment, or store.options.credentials_file, or, on a cloud machine with a "
-        "role, store.options.instance_credentials = true",
+        "daemon's environment, or store.options.credentials_file",
         field="credentials_file",
     )
 

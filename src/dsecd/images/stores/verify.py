@@ -30,8 +30,14 @@ async def read_verified(store: Store, key: str, sha256: str) -> bytes:
     raise _damaged(store, key, sha256, found)
 
 
-async def fetch_verified(store: Store, key: str, sha256: str, target: Path) -> None:
-    """Copy the object to the file `target`, which appears whole, synced and with digest `sha256`.
+async def fetch_verified(
+    store: Store, key: str, sha256: str, target: Path, most: int | None = None
+) -> None:
+    """Copy the object to the file `target`, which appears whole and with digest `sha256`.
+
+    It has no more than `most` bytes; None: the store is asked first. The copy is not synced, for
+    that takes longer than the rest: after a crash of the machine it may be there and damaged, so
+    ask `holds` before the first use of a copy that an earlier process made.
 
     Raises `NotFound`, `Exhausted` when the disk is full, `Internal` when the object is damaged, and
     what the store raises; then no file is left.
@@ -40,9 +46,9 @@ async def fetch_verified(store: Store, key: str, sha256: str, target: Path) -> N
     found = ""
     try:
         for _ in range(_TRIES):
-            found = await _copy(store, key, temporary)
+            found = await _copy(store, key, temporary, most)
             if found == sha256:
-                await asyncio.to_thread(_publish, temporary, target)
+                temporary.rename(target)
                 return
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -53,9 +59,18 @@ async def fetch_verified(store: Store, key: str, sha256: str, target: Path) -> N
     raise _damaged(store, key, sha256, found)
 
 
-async def _copy(store: Store, key: str, target: Path) -> str:
+def holds(file: Path, sha256: str) -> bool:
+    """Whether the file is there and has this digest."""
+    try:
+        with file.open("rb", buffering=0) as reader:
+            return hashlib.file_digest(reader, "sha256").hexdigest() == sha256
+    except OSError:  # a file that cannot be read is as good as none
+        return False
+
+
+async def _copy(store: Store, key: str, target: Path, most: int | None) -> str:
     """Copy the object piece by piece and return its digest; one is written while the next comes."""
-    size = await store.size(key)
+    size = most if most is not None else await store.size(key)
     if size is None:
         raise NotFound(f"the store {store.url} has no {key}", key=key)
     digest = hashlib.sha256()
@@ -63,12 +78,15 @@ async def _copy(store: Store, key: str, target: Path) -> str:
     with target.open("wb", buffering=0) as file:
         try:
             for start in range(0, size, PIECE):
-                piece = await store.read(key, start, min(start + PIECE, size))
+                end = min(start + PIECE, size)
+                piece = await store.read(key, start, end)
                 if written is not None:
                     await written
                 written = asyncio.ensure_future(
                     asyncio.to_thread(_take, piece, digest, file.fileno())
                 )
+                if most is not None and len(piece) < end - start:
+                    break  # it ends here
         finally:
             if written is not None:
                 await written  # it uses the descriptor
@@ -80,20 +98,6 @@ def _take(piece: bytes, digest: hashlib._Hash, fd: int) -> None:
     view = memoryview(piece)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    temporary.rename(target)
-    fd = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _damaged(store: Store, key: str, expected: str, found: str) -> Internal:
