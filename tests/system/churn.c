@@ -125,7 +125,7 @@ static void step(int bits)
     case 9: if (strcmp(here, ".")) (void)!rename(here, there); break;
     case 10: if (strcmp(here, ".")) renameat2(AT_FDCWD, here, AT_FDCWD, there, RENAME_EXCHANGE); break;
     case 11: case 18: case 19: case 20: (void)!link(one, two); break;
-    case 12: (void)!symlink(number % 2 ? strrchr(two, '/') + 1 : "/absent", one); break;
+    case 12: (void)!symlink(number % 2 ? strrchr(two, '/') + 1 : "absent", one); break;
     case 13: (void)!lchown(one, number, number / 2); break;
     /* writes of a host's root keep the set-id bits, those of a sandbox's do not */
     case 14: if (access(one, F_OK) == 0) chmod(one, number & (bits ? 06777 : 0777)); break;

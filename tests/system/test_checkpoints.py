@@ -66,6 +66,7 @@ async def test_rollback_brings_back_the_files(client: DSecClient, upper: str) ->
         assert [c.id for c in await box.checkpoints()] == [first.id, second.id]
 
 
+@pytest.mark.vm
 @pytest.mark.parametrize("upper", KINDS)
 async def test_with_processes_alive_the_changes_are_copied(client: DSecClient, upper: str) -> None:
     async with await client.run_container(arguments(upper)) as box:
@@ -89,6 +90,7 @@ async def test_with_processes_alive_the_changes_are_copied(client: DSecClient, u
         assert max(numbers) - min(numbers) <= 1
 
 
+@pytest.mark.vm
 @pytest.mark.parametrize("upper", KINDS)
 async def test_branches_go_their_own_ways_and_outlive_their_origin(
     client: DSecClient, host: Daemon, upper: str

@@ -25,6 +25,7 @@ def dsecd(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
 
 
+@pytest.mark.vm
 async def test_create_run_stop() -> None:
     async with daemon() as d:
         client = await d.client()
@@ -50,6 +51,7 @@ async def test_identity_seen_inside() -> None:
         assert len(ids[0]) == 32
 
 
+@pytest.mark.vm
 async def test_cpu_count_follows_the_limit() -> None:
     async with daemon() as d:
         client = await d.client()
@@ -68,6 +70,7 @@ async def test_sigterm_stops_sandboxes() -> None:
         assert d.remains() == []
 
 
+@pytest.mark.vm
 @pytest.mark.parametrize("how", ["sigusr2", "keep"])
 async def test_a_stop_that_keeps_sandboxes(how: str) -> None:
     async with daemon() as d:
@@ -125,6 +128,7 @@ async def test_logs_and_metrics_name_what_happened() -> None:
         assert 'dsec_create_failures_total{code="not_found"} 1' in text
 
 
+@pytest.mark.vm
 async def test_a_death_is_noticed_at_once() -> None:
     async with daemon() as d:
         client = await d.client()
@@ -141,6 +145,7 @@ async def test_a_death_is_noticed_at_once() -> None:
         await until(lambda: d.remains() == [])
 
 
+@pytest.mark.vm
 async def test_nat_attaches_and_detaches() -> None:
     async with daemon() as d:
         client = await d.client()
@@ -156,6 +161,7 @@ async def test_nat_attaches_and_detaches() -> None:
         assert sealed.address == ""
 
 
+@pytest.mark.vm
 async def test_metrics_of_a_sandbox() -> None:
     async with daemon() as d:
         client = await d.client()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.root
 STORM = """awk 'BEGIN { while (1) system("sleep 600 &") }'"""
 
 
+@pytest.mark.vm
 async def test_oom_is_reported_and_the_sandbox_does_not_restart_by_itself() -> None:
     async with viewed(memory_limit_mb=48) as view:
         box, first = view.sandbox, first_process(view.daemon, view.sandbox.id)
@@ -48,6 +49,7 @@ async def test_oom_of_a_child_is_reported_with_the_command_that_started_it() -> 
         assert result.exit_code == 3
 
 
+@pytest.mark.vm
 async def test_a_fork_storm_meets_the_limit_and_the_agent_survives() -> None:
     async with viewed(pids_limit=100) as view:
         box = view.sandbox

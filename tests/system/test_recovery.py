@@ -25,6 +25,7 @@ async def output_of(client, sandbox: str, cid: str, offset: int = 0) -> bytes:
     return b"".join(pieces) + (await call.answer(model.CommandResult)).stdout
 
 
+@pytest.mark.vm
 async def test_running_sandboxes_are_readopted_with_their_commands() -> None:
     async with daemon() as d:
         client = await d.client()

@@ -76,6 +76,7 @@ async def test_spawners_and_pid_1_are_under_the_base_filter(lab: Lab) -> None:
             assert fields["NoNewPrivs"] == "0"  # set-user-ID programs work in a sandbox
 
 
+@pytest.mark.vm
 async def test_root_inside_has_no_power_over_pid_1_masks_or_devices(lab: Lab) -> None:
     async with lab.container("a"):
         status, text = await lab.say("a", "attack")
