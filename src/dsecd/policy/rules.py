@@ -23,10 +23,12 @@ Names, in the words of a question to the sandbox's resolver:
   address in an answer is allowed for exactly the openings, and is entered before the answer leaves.
   When the default is `allow`, the name is refused if a denying rule covers it, and nothing is
   entered. A `NetRule` that denies still wins over an address so entered.
-* `pypi.org` covers that name only, `*.pypi.org` every name below it at any depth but not itself.
-  Patterns are lower case, IDNA-encoded, without the final dot; so are names before they are judged.
-* Addresses in answers that are private, loopback or otherwise not global are dropped, unless an
-  allowing rule that covers the name has `private`; then they are kept, save loopback.
+* `pypi.org` covers that name only, `*.pypi.org` every name below it at any depth but not itself,
+  `*` every name. A rule for a name that allows is never of `any`: the compiler splits it. Patterns
+  are lower case, IDNA-encoded, without the final dot; so are names before they are judged.
+* Addresses in answers that are not global are dropped. If an allowing rule that covers the name has
+  `private`, addresses of private networks are kept; loopback, link-local (metadata services of
+  clouds), multicast and the like never are.
 
 Files: see `FilePolicy`. System calls: see `SystemPolicy`.
 """
@@ -87,7 +89,8 @@ class FilePolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Which paths, as seen inside, may be used and how.
 
     A pattern is absolute; `?` is one character and `*` any number of them, none being `/`; `**` is
-    any number of characters. It covers each path it matches and everything beneath that path.
+    any number of characters, and between two slashes may be nothing: `/**/x` covers `/x`. A pattern
+    covers each path it matches and everything beneath that path.
     `write` is every change: content, creation, removal, renaming, mode, owner, attributes.
     A path that a pattern of `hidden` covers cannot be used at all, and its content not be seen.
     """
