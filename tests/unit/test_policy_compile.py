@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from dsecd.policy import globs, language, presets, targets
+from dsecd.policy import globs, language, presets, seccomp, targets
 from dsecd.policy.compile import MAX_LINES, Compiled, compile_policy
 from dsecd.policy.ioctls import REQUESTS
 from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
@@ -204,6 +205,38 @@ def test_patterns_cover_what_they_match_and_all_beneath(
     assert not globs.fault(pattern)
     assert all(globs.covers(pattern, path) for path in covered)
     assert not any(globs.covers(pattern, path) for path in open_)
+
+
+def test_no_pattern_takes_long_to_match() -> None:
+    """A backtracking matcher would not come back from the first of these."""
+    start = time.process_time()
+    for pattern in ("/" + "*a" * 8 + "b", "/" + "**a" * 8 + "b", "/" + "**/a" * 8 + "b"):
+        assert not globs.covers(pattern, "/" + "a" * 4000)
+        assert not globs.covers(pattern, "/a" * 2000)
+    assert time.process_time() - start < 2
+
+
+@settings(max_examples=6 * cases.EXAMPLES)
+@given(st.text("/ab*?", max_size=10), st.text("/ab", max_size=10))
+def test_patterns_agree_with_a_second_reading(pattern: str, path: str) -> None:
+    if globs.fault("/" + pattern) or globs.fault("/" + path):
+        reject()
+    assert globs.covers("/" + pattern, "/" + path) == cases.naive_covers("/" + pattern, "/" + path)
+    assert globs.matches(pattern, path) == cases.naive_glob(pattern, path)
+
+
+def test_comparing_paths_has_an_end() -> None:
+    rules = [{"paths": [f"/a/{index}"], "allow": ["read"]} for index in range(400)]
+    rules += [{"paths": [f"/*{index}*/c"], "deny": ["read"]} for index in range(400)]
+    assert "to compare them all" in str(refusal({"files": {"rules": rules}}))
+
+
+def test_what_the_platform_denies_is_what_its_filter_denies() -> None:
+    """`seccomp.denies_ioctl` against what tests of the filter itself know of each request."""
+    denied = {name for name, request in REQUESTS.items() if seccomp.denies_ioctl(request)}
+    assert {"XFS_IOC_SWAPEXT", "EXT4_IOC_MOVE_EXT", "EXT4_IOC_SWAP_BOOT", "TIOCSTI"} < denied
+    assert {"FS_IOC_SETFLAGS", "FS_IOC_FSSETXATTR", "BTRFS_IOC_SNAP_CREATE_V2"} < denied
+    assert not denied & {"FS_IOC_GETFLAGS", "FS_IOC_FSGETXATTR", "FICLONE", "TCGETS", "FIONREAD"}
 
 
 def check_promises(rules: Compiled) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dsecd.policy import globs
 from dsecd.policy.lines import Line, Rule
 from dsecd.policy.rules import (
+    EVERY_ACCESS,
     FileRule,
     IoctlRule,
     MountRule,
@@ -24,6 +25,7 @@ from dsecd.policy.rules import (
 )
 from libdsec.errors import InvalidArgument
 
+MAX_COMPARISONS = 50_000  # of path patterns, for one policy: a tenth of a second
 _Prefix = tuple[int, int, int]  # version, length, the bits of the prefix
 _Denial = tuple[Rule, Line]
 
@@ -48,13 +50,15 @@ def refuse(lines: Iterable[Line]) -> None:
 
 
 class _Denials:
-    """Denying rules, found by what they are about: networks by prefix, names by pattern."""
+    """Denying rules, found by what they are about: networks by prefix, names by pattern, paths by
+    the literal directories at their start.
+    """
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self._nets: dict[_Prefix, list[_Denial]] = defaultdict(list)
         self._names: dict[str, list[_Denial]] = defaultdict(list)
-        self._others: dict[type[Rule], list[_Denial]] = defaultdict(list)
-        self._hidden: list[tuple[str, Line]] = []
+        self._others: dict[tuple[type[Rule], str], list[_Denial]] = defaultdict(list)
+        self._comparisons = 0
         self._lengths: set[tuple[int, int]] = set()
         for line in lines:
             self._add(line)
@@ -67,8 +71,10 @@ class _Denials:
             elif isinstance(rule, NameRule):
                 self._names[rule.pattern].append((rule, line))
             else:
-                self._others[type(rule)].append((rule, line))
-        self._hidden += [(pattern, line) for pattern in line.hidden]
+                self._others[type(rule), _head(rule)].append((rule, line))
+        for pattern in line.hidden:
+            rule = FileRule(verdict="deny", pattern=pattern, access=EVERY_ACCESS)
+            self._others[FileRule, _head(rule)].append((rule, line))
 
     def over(self, line: Line) -> list[Line]:
         """Return lines that together deny all of an allowing `line`; [] when something stays."""
@@ -83,15 +89,11 @@ class _Denials:
         return list(winners.values())
 
     def _over_rule(self, rule: Rule) -> Line | None:
-        if isinstance(rule, FileRule):
-            for pattern, line in self._hidden:
-                if globs.within(rule.pattern, pattern):
-                    return line
         candidates = (line for other, line in self._near(rule) if _covered(rule, other))
         return next(candidates, None)
 
     def _near(self, rule: Rule) -> Iterator[_Denial]:
-        """Yield the denials whose prefix or pattern holds that of `rule`; of other kinds, all."""
+        """Yield the denials that may cover `rule`."""
         if isinstance(rule, NetRule):
             for version, length in self._lengths:
                 if version == rule.prefix.version and length <= rule.prefix.prefixlen:
@@ -100,11 +102,38 @@ class _Denials:
             for pattern in _patterns_over(rule.pattern):
                 yield from self._names.get(pattern, ())
         else:
-            yield from self._others.get(type(rule), ())
+            for head in _above(_head(rule)):
+                denials = self._others.get((type(rule), head), ())
+                self._count(len(denials))
+                yield from denials
+
+    def _count(self, comparisons: int) -> None:
+        self._comparisons += comparisons
+        if self._comparisons > MAX_COMPARISONS:
+            raise InvalidArgument(
+                "policy: too many paths are allowed and denied in the same directories to compare "
+                "them all; use fewer, wider rules",
+                field="policy",
+            )
 
 
 def _key(prefix: Network, length: int) -> _Prefix:
     return prefix.version, length, int(prefix.network_address) >> (prefix.max_prefixlen - length)
+
+
+def _head(rule: Rule) -> str:
+    """Return the directories that a rule about paths is certainly beneath, "" for other rules."""
+    if isinstance(rule, FileRule | MountRule | UnixRule) and rule.pattern.startswith("/"):
+        return globs.head(rule.pattern)
+    return ""
+
+
+def _above(head: str) -> Iterator[str]:
+    """Yield `head` and every directory above it."""
+    yield head
+    while head not in ("", "/"):
+        head = head.rpartition("/")[0] or "/"
+        yield head
 
 
 def _patterns_over(pattern: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ import msgspec
 from dsecd.policy import mechanisms
 from dsecd.policy.compile import Compiled
 from dsecd.policy.lines import Line
-from dsecd.policy.mechanisms import NEEDS, Way
+from dsecd.policy.mechanisms import NEEDS, Reach, Way
 from dsecd.policy.rules import Verdict
 from libdsec.errors import Unsupported
 
@@ -94,8 +94,9 @@ def explain(
     applies, None for all of them.
     """
     host = _Host(table, offered)
-    rows = [_row(line, host, tuple(_ways(line, compiled))) for line in compiled.lines]
-    return (*rows, *_defaults(compiled, host))
+    reached = mechanisms.reach(compiled.net)
+    rows = [_row(line, host, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
+    return (*rows, *_defaults(compiled, reached, host))
 
 
 def unenforced(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -135,13 +136,13 @@ def _row(line: Line, host: _Host, ways: tuple[tuple[Way, ...], ...]) -> Row:
     )  # fmt: skip
 
 
-def _ways(line: Line, compiled: Compiled) -> Iterator[tuple[Way, ...]]:
+def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[tuple[Way, ...]]:
     """Yield the ways of each typed rule of a line."""
-    net, system = compiled.net, compiled.system
+    system = compiled.system
     for _ in line.nets:
-        yield mechanisms.for_net(net)
+        yield mechanisms.for_net(reached)
     for name in line.names:
-        yield mechanisms.for_name(name, net)
+        yield mechanisms.for_name(name, reached)
     for file in line.files:
         yield mechanisms.for_file(file, compiled.files)
     for pattern in line.hidden:
@@ -156,11 +157,11 @@ def _ways(line: Line, compiled: Compiled) -> Iterator[tuple[Way, ...]]:
         yield mechanisms.for_vsock(system)
 
 
-def _defaults(compiled: Compiled, host: _Host) -> Iterator[Row]:
+def _defaults(compiled: Compiled, reached: Reach, host: _Host) -> Iterator[Row]:
     """Yield a row for each default that denies: it is a rule like any other."""
     system = compiled.system
     for table, verdict, ways in (
-        ("network", compiled.net.default, mechanisms.for_net(compiled.net)),
+        ("network", compiled.net.default, mechanisms.for_net(reached)),
         ("files", compiled.files.default, mechanisms.for_file_default()),
         ("ioctls", system.ioctl_default, mechanisms.for_ioctl()),
         ("mounts", system.mount_default, mechanisms.for_mount_default(system)),

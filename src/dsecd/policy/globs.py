@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 
 MAX_LENGTH = 4096  # PATH_MAX
-MAX_WILDCARDS = 8  # each one multiplies the work of a match
+MAX_WILDCARDS = 8  # a security module makes an automaton of them
+_QUICK = 256  # characters
 _WILD = re.compile(r"(?<=/)\*\*/|\*\*|\*|\?")
-_MEANING = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 def fault(pattern: str) -> str:
@@ -40,11 +41,13 @@ def name_fault(pattern: str) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=4096)
 def is_literal(pattern: str) -> bool:
     """Say whether `pattern` names one path."""
     return not _WILD.search(pattern)
 
 
+@functools.lru_cache(maxsize=4096)
 def head(pattern: str) -> str:
     """Return the path that is certain: the literal components before the first wildcard one."""
     if is_literal(pattern):
@@ -55,34 +58,70 @@ def head(pattern: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(pattern: str, beneath: bool) -> re.Pattern[str]:
-    text, place = "", 0
+def _tokens(pattern: str) -> tuple[str, ...]:
+    """Return literal texts at even places, wildcards at odd ones."""
+    found, place = [], 0
     for wild in _WILD.finditer(pattern):
-        text += re.escape(pattern[place : wild.start()]) + _MEANING[wild.group()]
+        found += [pattern[place : wild.start()], wild.group()]
         place = wild.end()
-    text += re.escape(pattern[place:])
-    if beneath:
-        text = "/.*" if pattern == "/" else f"{text}(?:/.*)?"
-    return re.compile(text, re.DOTALL)
+    return (*found, pattern[place:])
+
+
+def _ends(pattern: str, text: str) -> set[int]:
+    """Return every place up to which `pattern` matches a beginning of `text`.
+
+    All places are followed at once: a backtracking matcher takes forever for ``*a*a*a*b``.
+    """
+    literal, *rest = _tokens(pattern)
+    places = {len(literal)} if text.startswith(literal) else set()
+    for wild, literal in zip(rest[::2], rest[1::2], strict=True):
+        if not places:
+            break
+        size = len(literal)
+        starts = _after(wild, text, places)
+        places = {place + size for place in starts if text.startswith(literal, place)}
+    return places
+
+
+def _after(wild: str, text: str, places: set[int]) -> Iterable[int]:
+    """Return the places where a wildcard that begins at one of `places` may end."""
+    first = min(places)
+    if wild == "**":
+        return range(first, len(text) + 1)
+    if wild == "**/":
+        slashes = (at + 1 for at in range(first, len(text)) if text[at] == "/")
+        return places.union(slashes)
+    if wild == "?":
+        return {at + 1 for at in places if at < len(text) and text[at] != "/"}
+    ends: set[int] = set()
+    inside = False
+    for at in range(first, len(text) + 1):
+        inside = inside or at in places
+        if inside:
+            ends.add(at)
+        inside = inside and at < len(text) and text[at] != "/"
+    return ends
 
 
 def matches(pattern: str, text: str) -> bool:
     """Say whether `pattern` matches all of `text`, with nothing beneath: abstract socket names."""
-    return _compiled(pattern, False).fullmatch(text) is not None
+    return len(text) in _ends(pattern, text)
 
 
 def covers(pattern: str, path: str) -> bool:
     """Say whether `pattern` covers the absolute, normalised `path`."""
-    return _compiled(pattern, True).fullmatch(path) is not None
+    if pattern == "/":
+        return True
+    return any(at == len(path) or path[at] == "/" for at in _ends(pattern, path))
 
 
 def within(inner: str, outer: str) -> bool:
     """Say whether all that `inner` covers is surely covered by `outer`.
 
-    False may mean "not known": patterns are compared only where that is simple.
+    False may mean "not known": patterns are compared only where that is simple and quick.
     """
     if inner == outer or outer in ("/", "/**"):
         return True
-    return (is_literal(inner) and covers(outer, inner)) or (
-        is_literal(outer) and covers(outer, head(inner))
-    )
+    if is_literal(outer):
+        return covers(outer, head(inner))
+    return len(inner) <= _QUICK and is_literal(inner) and covers(outer, inner)

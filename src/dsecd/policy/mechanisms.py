@@ -11,6 +11,7 @@ import msgspec
 
 from dsecd.policy import globs
 from dsecd.policy.rules import (
+    EVERY_ACCESS,
     FilePolicy,
     FileRule,
     MountRule,
@@ -39,7 +40,6 @@ BY_NUMBER = "the name does not resolve, but its addresses are open by number"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
-_ALL_ACCESS = frozenset({"read", "write", "execute"})
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -56,27 +56,41 @@ class Way(msgspec.Struct, frozen=True):
 NOTHING_TO_DO = (Way("default"),)
 
 
-def is_closed(policy: NetPolicy) -> bool:
-    """Say whether nothing but loopback is open."""
-    verdicts = {rule.verdict for rule in policy.rules} | {rule.verdict for rule in policy.names}
-    return policy.default == "deny" and "allow" not in verdicts
+class Reach(msgspec.Struct, frozen=True):
+    """What of the network is open: `closed` is nothing, `everywhere` a whole address family by
+    number, `by_number` anything that is not opened by a name.
+    """
+
+    closed: bool
+    everywhere: bool
+    by_number: bool
 
 
-def for_net(policy: NetPolicy) -> tuple[Way, ...]:
+def reach(policy: NetPolicy) -> Reach:
+    """Return what of the network a policy opens."""
+    opening = [rule for rule in policy.rules if rule.verdict == "allow"]
+    names = any(rule.verdict == "allow" for rule in policy.names)
+    return Reach(
+        closed=policy.default == "deny" and not opening and not names,
+        everywhere=policy.default == "allow" or any(not r.prefix.prefixlen for r in opening),
+        by_number=policy.default == "allow" or bool(opening),
+    )
+
+
+def for_net(reached: Reach) -> tuple[Way, ...]:
     """Return the ways for rules on networks and for the default."""
-    return (Way("netns"), Way("bpf_cgroup")) if is_closed(policy) else (Way("bpf_cgroup"),)
+    return (Way("netns"), Way("bpf_cgroup")) if reached.closed else (Way("bpf_cgroup"),)
 
 
-def for_name(rule: NameRule, policy: NetPolicy) -> tuple[Way, ...]:
+def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
     """Return the ways for a name; a denied one may be reachable by number."""
-    if is_closed(policy):
+    if reached.closed:
         return (Way("netns"), Way("resolver"))
     if rule.verdict == "allow":
         return (Way("resolver", remark=SHARED),)
-    opening = [net for net in policy.rules if net.verdict == "allow"]
-    if policy.default == "allow" or any(net.prefix.prefixlen == 0 for net in opening):
+    if reached.everywhere:
         return (Way("resolver", BY_NUMBER),)
-    return (Way("resolver", remark=SOME_BY_NUMBER if opening else ""),)
+    return (Way("resolver", remark=SOME_BY_NUMBER if reached.by_number else ""),)
 
 
 def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
@@ -88,7 +102,7 @@ def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
             return NOTHING_TO_DO
         return (*lsm, Way("landlock")) if literal else lsm
     # a mount can be read-only or noexec; only a mask takes reading away, and it takes all
-    if "read" not in rule.access or rule.access == _ALL_ACCESS:
+    if "read" not in rule.access or rule.access == EVERY_ACCESS:
         return (*lsm, Way("mounts", "" if literal else AT_START))
     return lsm
 

@@ -46,6 +46,7 @@ Access = Literal["read", "write", "execute"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LAST_PORT = 65535
+EVERY_ACCESS: frozenset[Access] = frozenset({"read", "write", "execute"})
 
 
 class NetRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -156,7 +156,7 @@ def command_filter(options: Options | None = None, arch: Arch | None = None) -> 
 
 
 def denies_ioctl(request: int) -> bool:
-    """Say whether the two parts deny this ioctl(2) request in every sandbox."""
+    """Say whether the two parts deny this ioctl(2) request, of 32 bits, in every sandbox."""
     kind, number = request >> 8 & 0xFF, request & 0xFF
     if request & 0xFFFFFFFF in IOCTLS_DENIED or request & 0xFFFF == _FSSETXATTR:
         return True
