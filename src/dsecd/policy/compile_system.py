@@ -85,14 +85,15 @@ def _files(files: Files, layer: str) -> Iterator[Line]:
 
 def _ioctls(ioctls: Ioctls, layer: str) -> Iterator[Line]:
     for place, verdict, value in _each("ioctls", ioctls.allow, ioctls.deny):
-        request = _request(value, place)
-        if verdict == "allow" and seccomp.denies_ioctl(request):
+        number = request(value, place)
+        if verdict == "allow" and seccomp.denies_ioctl(number):
             refuse(place, f"{value} is denied in every sandbox by the platform; remove the rule")
-        rule = IoctlRule(verdict=verdict, request=request)
+        rule = IoctlRule(verdict=verdict, request=number)
         yield Line(place=place, layer=layer, verdict=verdict, text=str(value), ioctls=(rule,))
 
 
-def _request(value: int | str, place: str) -> int:
+def request(value: int | str, place: str) -> int:
+    """Return the ioctl request of a name or number; `InvalidArgument` begins with `place`."""
     if isinstance(value, int):
         number = value
     elif value in REQUESTS:

@@ -106,6 +106,14 @@ def ports(values: Sequence[int | str], protocol: Protocol | None, place: str) ->
     return joined
 
 
+def port(text: str, place: str) -> int:
+    """Return the one port in `text`."""
+    first, last = _range(text, place)
+    if first != last:
+        refuse(place, f"{text!r} is a range; ask about one port")
+    return first
+
+
 def _range(value: int | str, place: str) -> PortRange:
     found = _PORTS.fullmatch(value) if isinstance(value, str) else None
     if isinstance(value, str) and (found is None or not value.isascii()):
