@@ -212,11 +212,13 @@ def test_a_policy_without_private_closes_private_addresses(pins: Pins, sink: Fak
 def test_the_next_daemon_takes_over(pins: Pins, sink: FakeSink, clock: FakeClock) -> None:
     pins.admit("a.org", WEB, ips("1.1.1.1"), 3000)
     pins.admit("b.org", WEB, ips("2.2.2.2"), 3000)
+    private = Ruling(answered=True, openings=(HTTPS,), private=True)
+    pins.admit("c.org", private, ips("10.0.0.1"), 3000)
     clock.now += 1000
     other = FakeSink()
     later = Pins(other, clock, floor_s=300, most=10)
     refused = Ruling(answered=False)
-    later.restore(pins.held(), lambda name: WEB if name == "a.org" else refused)
+    later.restore(pins.held(), lambda name: WEB if name in ("a.org", "c.org") else refused)
     assert other.addresses() == {"1.1.1.1"}
     clock.now += 2200
     later.expire()

@@ -25,7 +25,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     queries_burst: int = 1000  # of all kinds, beyond them the socket is not read
     queries_per_s: float = 300.0
-    waiting: int = 64  # queries that wait for an upstream
+    waiting: int = 32  # queries that wait for an upstream; of 1024 that all sandboxes share
     connections: int = 8  # TCP, others wait in the kernel's backlog
     new_names_burst: int = 60  # distinct names under wildcards
     new_names_per_minute: float = 20.0

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -76,6 +76,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._open: set[socket.socket] = set()
         self._closed = False
         self._connections = asyncio.Semaphore(resolver.limits.connections)
 
@@ -97,11 +98,13 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for connection in self._open:  # of tasks that had not begun
+            connection.close()
         for pair in self._sockets:
             pair.udp.close()
             pair.tcp.close()
 
-    def _spawn(self, coroutine: asyncio._CoroutineLike[None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -114,7 +117,7 @@ class Listener:
     def _read(self, udp: socket.socket) -> None:
         """Answer what is waiting, or leave it to the kernel for a moment."""
         for _ in range(BATCH):
-            if not self._resolver.rate.take():
+            if not self._resolver.rate.has():
                 self._loop.remove_reader(udp)
                 self._paused[udp] = self._loop.call_later(RESUME_S, self._listen, udp)
                 return
@@ -122,6 +125,7 @@ class Listener:
                 wire, peer = udp.recvfrom(PAYLOAD + 1)
             except OSError:  # nothing left, or an error that a reply of ours met
                 return
+            self._resolver.rate.take()
             if len(wire) > PAYLOAD:
                 continue
             found = self._resolver.answer_now(wire, stream=False)
@@ -137,7 +141,6 @@ class Listener:
         while True:
             await self._connections.acquire()
             try:
-                await self._turn()
                 connection, _ = await self._loop.sock_accept(tcp)
             except OSError:  # gone before it was accepted, or no descriptor is free
                 self._connections.release()
@@ -146,6 +149,7 @@ class Listener:
             except BaseException:
                 self._connections.release()
                 raise
+            self._open.add(connection)
             self._spawn(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
@@ -153,6 +157,7 @@ class Listener:
         try:
             with connection, contextlib.suppress(OSError, EOFError):  # with TimeoutError
                 while True:
+                    await self._turn()
                     async with asyncio.timeout(IDLE_S):
                         wire = await self._receive(connection)
                     found = self._resolver.answer_now(wire, stream=True)
@@ -163,8 +168,8 @@ class Listener:
                     async with asyncio.timeout(IDLE_S):
                         framed = struct.pack("!H", len(found)) + found
                         await self._loop.sock_sendall(connection, framed)
-                    await self._turn()
         finally:
+            self._open.discard(connection)
             self._connections.release()
 
     async def _turn(self) -> None:

@@ -41,7 +41,7 @@ class Caching(msgspec.Struct, frozen=True, kw_only=True):
     negative_s: float = 10.0  # without a word from upstream
     negative_most_s: float = 60.0
     failure_s: float = 1.0
-    flights: int = 1024  # different questions waited for at once
+    flights: int = 2048  # different questions waited for at once
 
 
 class Lookups:

@@ -190,8 +190,7 @@ class Pins:
         """Open again what `held` returned, as far as the policy still says so."""
         for name, address, left_s in pins:
             ruling = judge(name)
-            if ruling.openings:
-                self.admit(name, ruling, [address], left_s)
+            self.admit(name, ruling, keep([address], private=ruling.private), left_s)
 
 
 def _by_opening(keys: Iterable[tuple[Opening, Address]]) -> dict[Opening, list[Address]]:

@@ -68,7 +68,7 @@ class Forwarder:
         servers: Sequence[Upstream],
         *,
         timing: Timing = Timing(),  # noqa: B008 - frozen
-        concurrent: int = 256,
+        concurrent: int = 1024,
         clock: Clock = time.monotonic,
     ) -> None:
         self._servers = tuple(servers)
