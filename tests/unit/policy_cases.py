@@ -219,8 +219,8 @@ def _entries(policy: Policy) -> list[tuple[bool, str, str | None, list[int | str
 
 
 def _meets(protocol: str | None, ports: list[int | str], kind: str, port: int) -> bool:
-    """Say whether ports of a protocol (None: any) hold it; all ports are no restriction."""
-    if not ports or (_has(ports, 0) and _has(ports, 65535) and len(ports) == 1):
+    """Say whether a protocol (None: any) and ports ([]: of no concern) hold it."""
+    if not ports:
         return protocol in (None, "any", kind)
     return kind in ("tcp", "udp") and protocol in (None, "any", kind) and _has(ports, port)
 

@@ -165,6 +165,8 @@ def test_ports_are_joined_and_any_is_split() -> None:
         ("udp", 80, 90),
     }
     assert [each.protocol for each in compiled(rule(allow="192.0.2.1")).net.rules] == ["any"]
+    every = compiled(rule(allow="192.0.2.1", ports=[22, "0-65535"])).net.rules
+    assert [each.protocol for each in every] == ["tcp", "udp"]  # ports say nothing about icmp
 
 
 def test_order_does_not_matter() -> None:

@@ -101,11 +101,11 @@ def _suggestion(target: str, catalogue: Catalogue) -> str:
 def _openings(
     verdict: Verdict, protocol: Protocol | None, ports: list[targets.PortRange]
 ) -> tuple[Opening, ...]:
-    """Return protocols with ports; `any` and `icmp` only with all ports, as the contract says."""
+    """Return protocols with ports. Whoever names ports means tcp and udp, be they all ports."""
     if verdict == "allow" and protocol != "icmp":
         ports = ports or targets.ports(targets.WEB_PORTS, "tcp", "")
         protocol = protocol or "tcp"
-    if not ports or ports == list(targets.ALL_PORTS):
+    if not ports:
         return ((protocol or "any", *targets.ALL_PORTS[0]),)
     parts: tuple[Protocol, ...] = ("tcp", "udp") if protocol in (None, "any") else (protocol,)
     return tuple((part, first, last) for part in parts for first, last in ports)

@@ -46,8 +46,9 @@ class _Part(
 class NetworkRule(_Part, frozen=True):
     """One of `allow` and `deny`: a service, domain, `*.domain`, address, CIDR, or `*`.
 
-    `ports` are numbers and "FIRST-LAST". Without ports or protocol an allowed domain opens tcp 80
-    and 443; an allowed network, and everything that is denied, means every port and protocol.
+    `ports` are numbers and "FIRST-LAST"; `protocol` says of what: otherwise tcp for an allowed
+    domain, tcp and udp for all else. Without ports an allowed domain opens 80 and 443; an allowed
+    network, and everything that is denied, means every port, and every protocol, icmp among them.
     `private` keeps addresses that are not global in the answers for an allowed domain.
     """
 
