@@ -190,6 +190,7 @@ setup(
     package_data={
         "": ["py.typed", "*.pyi"],
         "dsecd": ["bin/dsec-*", "bin/asan/dsec-*"],
+        "dsecd.policy": ["catalogue.toml"],
     },
     include_package_data=False,  # sources stay out of wheels
     ext_modules=_extensions(),
