@@ -117,8 +117,9 @@ __noinline int dsec_decide(const struct binding *b, const struct target *t)
         if (b->flags & BOUND_DNS_ONLY)
             return 0;
     }
-    return rules_allow(b->policy, &t->to, bit, t->port) ||
-           (b->names && names_allow(b->names, t, bit));
+    /* what a rule denies was never entered for a name, so the cheaper look-up may come first */
+    return (b->names && names_allow(b->names, t, bit)) ||
+           rules_allow(b->policy, &t->to, bit, t->port);
 }
 
 /* Multicast of the link that kernels send by themselves: dropped without a word. */

@@ -62,7 +62,7 @@ struct name_ports {
 /* Of a sandbox, by the id of its cgroup. Replaced as a whole, so an update is atomic. */
 struct binding {
     __u32 policy; /* number in rule_key, without a part */
-    __u32 names;  /* number in name_key, 0 for none */
+    __u32 names;  /* number in name_key, 0 while there is none */
     __u32 flags;
     __u32 reserved;
     struct address resolver[2]; /* all zero: none */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import socket
@@ -114,13 +115,64 @@ def create(family: int, kind: int, protocol: int) -> int:
     return 0
 
 
-def frames(interface: str, datas: list[str]) -> int:
-    """Send frames past the kernel's network layer; the system call filter would forbid it."""
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
-        sock.bind((interface, 0))
-        for data in datas:
-            sock.send(bytes.fromhex(data))
+def way_round(name: str, address: str, port: int) -> int:
+    """Try to reach an address by an unusual call; return the errno, 0 when it was accepted."""
+    try:
+        globals()[f"_{name}"](address, port)
+    except OSError as error:
+        return error.errno or -1
     return 0
+
+
+def _fast_open(address: str, port: int) -> None:
+    with _make("tcp", _family(address)) as sock:
+        sock.sendto(b"data", 0x20000000, (address, port))  # MSG_FASTOPEN
+
+
+def _second_address(address: str, port: int) -> None:
+    """A connected socket, and another address in sendto(2)."""
+    with _make("udp", _family(address)) as sock:
+        sock.connect(("192.0.2.1", 80))
+        sock.sendto(b"data", (address, port))
+
+
+def _reconnect(address: str, port: int) -> None:
+    with _make("udp", _family(address)) as sock:
+        sock.connect(("192.0.2.1", 80))
+        sock.connect((address, port))
+
+
+def _sendmsg(address: str, port: int) -> None:
+    with _make("udp", _family(address)) as sock:
+        sock.sendmsg([b"data"], [], 0, (address, port))
+
+
+def _mapped(address: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sock:
+        sock.sendto(b"data", (f"::ffff:{address}", port))
+
+
+def _mptcp(address: str, port: int) -> None:
+    with socket.socket(_family(address), socket.SOCK_STREAM, 262) as sock:
+        sock.settimeout(0.5)
+        sock.connect((address, port))
+
+
+def _v4_of_a_v6_socket(address: str, port: int) -> None:
+    """An IPv6 socket given a struct sockaddr_in, which udpv6_sendmsg accepts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    name = struct.pack("=H", socket.AF_INET) + struct.pack("!H", port) + socket.inet_aton(address)
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as sock:
+        if libc.sendto(sock.fileno(), b"data", 4, 0, name + bytes(8), 16) < 0:
+            raise OSError(ctypes.get_errno(), "sendto")
+
+
+def _route_option(address: str, port: int) -> None:
+    """A loose source route: to an allowed address first, says the header."""
+    with _make("udp", _family(address)) as sock:
+        route = bytes((131, 7, 4)) + socket.inet_aton(address) + b"\0"
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_OPTIONS, route)
+        sock.sendto(b"data", ("192.0.2.1", 80))
 
 
 def time_connects(address: str, port: int, count: int) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from dsecd import fastpath
 from dsecd.host import netns, network_tc
-from dsecd.host.netpolicy import Access, NetworkPolicies
+from dsecd.host.netpolicy import Access, NetworkPolicies, sandbox_level
 from dsecd.host.rtnetlink import Netlink
 from dsecd.policy.rules import NetPolicy, NetRule, Protocol, Verdict
 from dsecd.policy.table import compile_table
@@ -171,7 +171,7 @@ class Lab:
         with contextlib.ExitStack() as undo:
             self.cgroups = undo.enter_context(contextlib.closing(Cgroups()))
             self.wire = undo.enter_context(contextlib.closing(Wire()))
-            level = len(self.cgroups.path.relative_to(v2_root()).parts) + 1
+            level = sandbox_level(self.cgroups.path)
             self.policies = NetworkPolicies(self.cgroups.fd, level=level, pins=pins, **options)
             undo.callback(lambda: self.policies.close(remove=True))
             self.policies.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import random
+import select
 import time
 from collections.abc import Iterator
 
@@ -153,6 +154,31 @@ def test_dns_leads_to_the_resolver_only(box: Lab) -> None:
     assert box.agent.calls(cases) == [0, DENIED]
 
 
+WAYS = (
+    "fast_open", "second_address", "reconnect", "sendmsg", "mapped", "v4_of_a_v6_socket",
+    "route_option", "mptcp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_unusual_calls_do_not_get_round_the_policy(box: Lab, way: str) -> None:
+    """Each is accepted when the address is allowed, so it is the policy that refuses."""
+    allowed = rule("allow", "192.0.2.1/32", 80, kind="udp")
+    box.policies.bind(box.cgroup, access(allowed))
+    refused = box.agent.way_round(way, "192.0.2.9", 80)
+    counters = box.policies.counters(box.cgroup)
+    assert counters.denied_calls + counters.denied_packets > 0
+    assert refused in (DENIED, errno.ETIMEDOUT, -1)  # -1: a timeout of the agent's
+    if way == "route_option":
+        return  # refused whatever the policy is: it may lead anywhere
+    box.policies.bind(box.cgroup, access(allowed, rule("allow", "192.0.2.9/32")))
+    before = box.policies.counters(box.cgroup)
+    assert box.agent.way_round(way, "192.0.2.9", 80) not in (DENIED, -1)
+    after = box.policies.counters(box.cgroup)
+    assert after.denied_calls == before.denied_calls
+    assert after.denied_packets == before.denied_packets
+
+
 def test_calls_to_the_own_address_stay_inside(box: Lab) -> None:
     case = [("connect", "tcp", BOX[4], 9)]
     assert box.agent.calls(case) == [DENIED]
@@ -200,7 +226,9 @@ def test_an_address_stays_open_while_one_of_its_names_is(box: Lab) -> None:
 def test_denied_attempts_are_counted_and_told_at_a_limited_rate(box: Lab) -> None:
     box.agent.calls([("connect", "tcp", "192.0.2.7", port) for port in range(1, 301)])
     counters = box.policies.counters(box.cgroup)
+    assert select.select([box.policies.event_fd], [], [], 0)[0]
     events = list(box.policies.events())
+    assert not select.select([box.policies.event_fd], [], [], 0)[0]
     assert counters.denied_calls == 300
     assert 64 <= len(events) <= 128  # one or two windows of a second
     assert counters.unreported == 300 - len(events)

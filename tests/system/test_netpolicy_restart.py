@@ -14,8 +14,8 @@ import pytest
 
 from dsecd import fastpath
 from dsecd.host import bpf, syscalls
-from dsecd.host.netpolicy import NetworkPolicies
-from tests.system.netpolicy_lab import Cgroups, Lab, access, lab, rule, v2_root
+from dsecd.host.netpolicy import NetworkPolicies, sandbox_level
+from tests.system.netpolicy_lab import Cgroups, Lab, access, lab, rule
 from tests.system.network_lab import listen
 from tests.system.test_netpolicy import LATER_NS, ip, opening
 
@@ -53,7 +53,7 @@ def box(pins: Path) -> Iterator[Lab]:
 def again(box: Lab, pins: Path, **options: int) -> None:
     """Let the daemon of `box` go and make the next."""
     box.policies.close()
-    level = len(box.cgroups.path.relative_to(v2_root()).parts) + 1
+    level = sandbox_level(box.cgroups.path)
     box.policies = NetworkPolicies(box.cgroups.fd, level=level, pins=pins, **options)  # type: ignore[arg-type]
 
 
@@ -145,7 +145,7 @@ time.sleep(600)
 
 def test_a_killed_daemon_opens_nothing(box: Lab, pins: Path) -> None:
     box.policies.close(remove=True)
-    level = str(len(box.cgroups.path.relative_to(v2_root()).parts) + 1)
+    level = str(sandbox_level(box.cgroups.path))
     words = [level, str(pins), str(box.cgroups.path), str(box.cgroup)]
     other = ("connect", "tcp", "192.0.2.1", 82)
     with subprocess.Popen(

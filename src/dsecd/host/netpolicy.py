@@ -11,6 +11,7 @@ All methods belong to one thread, the event loop's: each is a few bpf(2) calls, 
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import OrderedDict
@@ -19,16 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.host import nettable
+from dsecd.host import mountinfo, nettable
 from dsecd.host.bpf import Map, Ring
 from dsecd.host.netpins import Programs
 from dsecd.host.nettable import Counters, Denied, IpAddress, PortRange, Table, pack_address
-from libdsec.errors import Exhausted, InvalidArgument, NotFound
+from libdsec.errors import Exhausted, InvalidArgument, NotFound, Unsupported
 
 EVENTS_BYTES = 1 << 18  # of the ring, as in bpf/maps.h
 MAX_ADDRESSES = 4096  # of names, in one sandbox
 _IDLE_POLICIES = 256
 _GRACE_S = 0.05  # a program that read the old binding is done with its look-ups long before
+_FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB  # PROC_CGROUP_INIT_INO of include/linux/proc_ns.h
 _BITS = {6: nettable.TCP, 17: nettable.UDP}
 
 
@@ -190,7 +192,11 @@ class NetworkPolicies:
         anything is open. Raises `NotFound`, `Exhausted`.
         """
         bound = self._find(cgroup)
-        return self._open(bound, pack_address(address), opening)
+        first = not bound.openings
+        opened = self._open(bound, pack_address(address), opening)
+        if opened and first:
+            self._bindings.update(_u64(cgroup), _packed(bound))
+        return opened
 
     def forget(self, cgroup: int, address: IpAddress, name: str) -> None:
         """Close what `name` opened at `address`, for open connections too. Raises `NotFound`."""
@@ -219,7 +225,10 @@ class NetworkPolicies:
         return self._earlier.get(cgroup, [])
 
     def allows(self, cgroup: int, protocol: int, address: IpAddress, port: int) -> bool:
-        """Say what the programs say of a packet of TCP (6) or UDP (17). Raises `NotFound`."""
+        """Say what the programs say of a packet of TCP (6) or UDP (17). Raises `NotFound`.
+
+        May be called from another thread: `sockdiag.cut` runs in the sandbox's namespace.
+        """
         bound = self._find(cgroup)
         access, bit, packed = bound.access, _BITS[protocol], pack_address(address)
         if address.is_loopback or address.is_unspecified or address in access.own:
@@ -228,7 +237,7 @@ class NetworkPolicies:
             return True
         if port == 53 and access.dns_only:
             return False
-        named = [r for o in bound.openings.get(packed, {}).values() for r in o.ranges]
+        named = [r for o in list(bound.openings.get(packed, {}).values()) for r in o.ranges]
         return nettable.covers([*nettable.find(access.table.rows, packed), *named], bit, port)
 
     def counters(self, cgroup: int) -> Counters:
@@ -347,6 +356,22 @@ class NetworkPolicies:
         )
 
 
+def sandbox_level(parent: Path) -> int:
+    """Return the depth of a sandbox's cgroup below the v2 root: one more than that of `parent`.
+
+    Raises `Unsupported` in a cgroup namespace, where the depth cannot be seen.
+    """
+    if Path("/proc/self/ns/cgroup").stat().st_ino != _FIRST_CGROUP_NAMESPACE:
+        raise Unsupported(
+            "network rules need dsecd in the host's cgroup namespace: run it with"
+            " --cgroupns=host, or without a container",
+            reason="a cgroup namespace hides the depth of cgroups",
+        )
+    mount = mountinfo.holding(parent)
+    below = Path(os.path.realpath(parent)).relative_to(mount.point)
+    return len(Path(mount.root).relative_to("/").parts) + len(below.parts) + 1
+
+
 def _permitted(table: Table, address: bytes, ranges: Iterable[PortRange]) -> tuple[PortRange, ...]:
     """Return `ranges` less the ports that a rule denies at `address`."""
     return nettable.combine(ranges, nettable.find(table.denials, address))
@@ -357,7 +382,8 @@ def _packed(bound: _Bound) -> bytes:
     flags = nettable.DNS_ONLY * access.dns_only | nettable.RAW * access.raw
     resolvers = [pack_address(address) for address in access.resolvers]
     own = [pack_address(address) for address in access.own]
-    return nettable.pack_binding(bound.policy.number, bound.names, flags, resolvers, own)
+    names = bound.names if bound.openings else 0
+    return nettable.pack_binding(bound.policy.number, names, flags, resolvers, own)
 
 
 def _u64(value: int) -> bytes:

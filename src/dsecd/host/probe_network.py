@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from dsecd.host import bpf, syscalls
+from dsecd.host import bpf, sockdiag, syscalls
 from dsecd.host.cgroup import detect
 from dsecd.host.netpins import Programs
 from dsecd.host.probe import Trial
@@ -133,6 +133,12 @@ def _bpf_fs(scratch: Path) -> str:
     return ""
 
 
+def _socket_destroy(scratch: Path) -> str:
+    syscalls.call("unshare", _CLONE_NEWNET)
+    sockdiag.require()
+    return ""
+
+
 def _bpf_lsm(scratch: Path) -> str:
     """Load a program for a hook: some kernels list `bpf` and refuse all the same."""
     if "bpf" not in security_modules(scratch):
@@ -169,5 +175,6 @@ TRIALS = (
     Trial("veth", "network=nat: the sandbox's interface", _veth),
     Trial("bpf_cgroup", "network allowlists", _bpf_cgroup),
     Trial("bpf_fs", "network allowlists that outlive the daemon", _bpf_fs),
+    Trial("socket_destroy", "connections closed at once by an update", _socket_destroy),
     Trial("bpf_lsm", "file policy keyed by inode", _bpf_lsm),
 )

@@ -16,14 +16,15 @@ import msgspec
 
 from dsecd.host.nettable import IpAddress
 from dsecd.host.rtnetlink import Message, Netlink, NetlinkError
+from libdsec.errors import Unsupported
 
 NETLINK_SOCK_DIAG = 4
-SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 20, 21
-_LISTEN, _CLOSE = 10, 7
+TCPDIAG_GETSOCK, SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 18, 20, 21
 _ALL_STATES = 0xFFFFFFFF
+# include/net/tcp_states.h without TIME_WAIT, CLOSE, LISTEN and what is only bound
+_CONNECTED = sum(1 << state for state in (1, 2, 3, 4, 5, 8, 9, 11, 12))
 _HEAD = struct.Struct("=BBBxI")
 _ID_BYTES = 48
-_MESSAGE = struct.Struct("=BBBB")
 _GONE = (errno.ENOENT, errno.ESTALE)
 
 # (protocol, address, port) of the remote end
@@ -67,26 +68,47 @@ def peers() -> set[IpAddress]:
         diag.close()
 
 
+def require() -> None:
+    """Raise `Unsupported` when the kernel cannot close a socket."""
+    nobody = _Socket(socket.AF_INET, socket.IPPROTO_TCP, bytes(48), ipaddress.IPv4Address(0), 0)
+    diag = Netlink(NETLINK_SOCK_DIAG)
+    try:
+        (error,) = diag.request([_destroy(nobody)])
+    finally:
+        diag.close()
+    if error is not None and error.errno not in _GONE:
+        raise Unsupported(
+            f"closing connections: {error}", reason="the kernel has no CONFIG_INET_DIAG_DESTROY"
+        )
+
+
 def _sockets(diag: Netlink) -> Iterator[_Socket]:
-    for protocol in (socket.IPPROTO_TCP, socket.IPPROTO_UDP):
-        for family in (socket.AF_INET, socket.AF_INET6):
-            body = _HEAD.pack(family, protocol, 0, _ALL_STATES) + bytes(_ID_BYTES)
-            try:
-                for data in diag.dump(Message(SOCK_DIAG_BY_FAMILY, 0, body, "list sockets")):
-                    found = _parse(data, protocol)
-                    if found is not None:
-                        yield found
-            except NetlinkError as error:
-                if error.errno != errno.ENOENT:  # no diagnosis of this protocol in the kernel
-                    raise
+    """Yield the connected sockets: TCP of both families in one walk, since each walks the host's
+    whole table (0.3 ms for 32,768 buckets), which only the older request does."""
+    old = struct.pack("=4x48sII", b"", _CONNECTED, 0)  # struct inet_diag_req
+    yield from _listed(diag, TCPDIAG_GETSOCK, old, socket.IPPROTO_TCP)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        body = _HEAD.pack(family, socket.IPPROTO_UDP, 0, _ALL_STATES) + bytes(_ID_BYTES)
+        yield from _listed(diag, SOCK_DIAG_BY_FAMILY, body, socket.IPPROTO_UDP)
+
+
+def _listed(diag: Netlink, kind: int, body: bytes, protocol: int) -> Iterator[_Socket]:
+    try:
+        for data in diag.dump(Message(kind, 0, body, "list sockets")):
+            found = _parse(data, protocol)
+            if found is not None:
+                yield found
+    except NetlinkError as error:
+        if error.errno != errno.ENOENT:  # no diagnosis of this protocol in the kernel
+            raise
 
 
 def _parse(data: bytes, protocol: int) -> _Socket | None:
     """Return a socket that has a remote end."""
-    family, state, _timer, _retransmits = _MESSAGE.unpack_from(data)
+    family = data[0]
     identity = data[4 : 4 + _ID_BYTES]
     (port,) = struct.unpack_from("!H", identity, 2)
-    if not port or state == _LISTEN or (state == _CLOSE and protocol == socket.IPPROTO_TCP):
+    if not port:
         return None
     raw = identity[20:36]
     if family == socket.AF_INET:
