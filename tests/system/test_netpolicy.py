@@ -8,6 +8,7 @@ import random
 import select
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -305,10 +306,30 @@ def test_connections_that_stay_allowed_outlive_updates(box: Lab) -> None:
         box.agent.drop_all()
 
 
+def test_updates_are_atomic_for_packets_under_way(box: Lab) -> None:
+    """An address that a rule or a name opens before and after is open at every moment between."""
+    kept = rule("allow", "192.0.2.1/32", 80, kind="udp")
+    named = [(ip("2001:db8::1"), opening("a", "udp", 80, 80))]
+    box.policies.bind(box.cgroup, access(kept), named)
+    box.agent.prepare([("udp", "192.0.2.1", 80), ("udp", "2001:db8::1", 80)])
+    updates = 0
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(box.agent.send_for, 1.0)
+            while not sending.done():
+                updates += 1
+                other = rule("allow", f"10.{updates >> 8}.{updates & 255}.0/24")
+                box.policies.bind(box.cgroup, access(kept, other), named)
+            sent, refused = sending.result()
+    finally:
+        box.agent.drop_all()
+    assert updates > 300  # more than wait unused: rules of old policies were removed
+    assert sent > 1000
+    assert refused == 0
+
+
 def test_datagrams_from_strangers_do_not_come_in(box: Lab) -> None:
     """Receiving needs no answer; what is not allowed out is not allowed in."""
-    inside = datagrams(box.wire.box, "0.0.0.0", 7000)  # of this process: no sandbox, no program
-    inside.close()
     box.policies.bind(box.cgroup, access(rule("allow", "192.0.2.1/32", 7001, kind="udp")))
     box.agent.prepare([("udp", "192.0.2.1", 7001)])
     server = datagrams(box.wire.world, "192.0.2.1", 7001)
