@@ -158,6 +158,7 @@ def _extensions() -> list[Extension]:
             f"{NATIVE}/_core.pyx",
             *_files(f"{NATIVE}/native", "*.c"),
             *_files(f"{NATIVE}/erofs", "*.c"),
+            *_files(f"{NATIVE}/bpf", "*.c"),
         ],
         include_dirs=[NATIVE],
         libraries=["crypto"],
@@ -167,6 +168,7 @@ def _extensions() -> list[Extension]:
             *_files(NATIVE, "*.pxi"),
             *_files(f"{NATIVE}/native", "*.h"),
             *_files(f"{NATIVE}/erofs", "*.h"),
+            *_files(f"{NATIVE}/bpf", "*.h"),
         ],
     )
     return cythonize([core], language_level=3, include_path=[NATIVE])
@@ -188,6 +190,7 @@ setup(
     package_data={
         "": ["py.typed", "*.pyi"],
         "dsecd": ["bin/dsec-*", "bin/asan/dsec-*"],
+        "dsecd.policy": ["catalogue.toml"],
     },
     include_package_data=False,  # sources stay out of wheels
     ext_modules=_extensions(),

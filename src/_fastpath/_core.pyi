@@ -75,3 +75,16 @@ def read_chunks(
     takes no room. It ends early when the buffer is full, and after some 100 chunks. Moves the
     descriptor's offset. ENODATA: the file is shorter than `end`.
     """
+
+def load_network_programs(
+    sandbox_level: int, deny_unbound: bool, events_per_s: int
+) -> tuple[list[int], list[int]]:
+    """Load bpf/*.bpf.c from their light skeleton; return descriptors of maps and programs.
+
+    Maps: bindings, counts, links, rules, names, fragments, events, constants. Programs: connect4,
+    connect6, egress, ingress, link, sendmsg4, sendmsg6, sock_create. `sandbox_level` is the depth
+    of a sandbox's cgroup below the v2 root. ENOSYS: this implementation does not carry them.
+    """
+
+def network_programs_version() -> int:
+    """Return a number of 64 bits that changes with the programs or the maps."""

@@ -13,6 +13,7 @@ include "mounts.pxi"
 include "volumes.pxi"
 include "sched.pxi"
 include "erofs.pxi"
+include "bpf.pxi"
 
 
 cdef int checked(int result, const char *step) except -1:

@@ -365,3 +365,17 @@ def get_sched_cookie(pid: int) -> int:
     cookie = ffi.new("unsigned long *")
     _cookie("sched_core_get", _SCHED_GET, pid, _THREAD, cookie)
     return int(cookie[0])
+
+
+# --- network programs ---------------------------------------------------------------------------
+
+
+def load_network_programs(
+    sandbox_level: int, deny_unbound: bool, events_per_s: int
+) -> tuple[list[int], list[int]]:
+    """The skeleton is compiled into the extension: nothing to read it from here."""
+    raise StepError(errno.ENOSYS, "load the programs")
+
+
+def network_programs_version() -> int:
+    return 0

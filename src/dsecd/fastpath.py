@@ -54,6 +54,8 @@ set_project_quota = _core.set_project_quota
 get_project_usage = _core.get_project_usage
 build_erofs = _core.build_erofs
 read_chunks = _core.read_chunks
+load_network_programs = _core.load_network_programs
+network_programs_version = _core.network_programs_version
 
 
 def make_sched_cookie(pid: int) -> None:
@@ -94,6 +96,7 @@ __all__ = [
     "get_project_usage",
     "get_sched_cookie",
     "idmap_mount",
+    "load_network_programs",
     "make_netns",
     "make_sched_cookie",
     "make_shift_userns",
@@ -101,6 +104,7 @@ __all__ = [
     "mount_erofs",
     "move_mount",
     "netns_reusable",
+    "network_programs_version",
     "open_tree",
     "read_chunks",
     "remove_cgroup",

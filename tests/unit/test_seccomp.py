@@ -195,6 +195,7 @@ def test_socket_families(code: Pair, args: Args, verdict: int | None) -> None:
 def test_ioctls(code: Pair, command: int, allowed: bool) -> None:
     expected = seccomp.ALLOW if allowed else refused(errno.EPERM)
     assert run(code, number("ioctl"), X86, (3, command)) == expected
+    assert seccomp.denies_ioctl(command) != allowed
 
 
 # --- the sum of both parts, against the rules in plain words --------------------------------------

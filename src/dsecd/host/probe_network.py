@@ -8,8 +8,9 @@ import socket
 import struct
 from pathlib import Path
 
-from dsecd.host import syscalls
+from dsecd.host import bpf, sockdiag, syscalls
 from dsecd.host.cgroup import detect
+from dsecd.host.netpins import Programs
 from dsecd.host.probe import Trial
 from dsecd.host.probe_process import security_modules
 from libdsec.errors import Unsupported
@@ -17,8 +18,7 @@ from libdsec.errors import Unsupported
 _CLONE_NEWNET = 0x40000000
 _NLM_REQUEST, _NLM_ACK, _NLM_CREATE, _NLM_EXCL = 0x1, 0x4, 0x400, 0x200
 _NLMSG_ERROR = 2
-_PROG_LOAD, _PROG_ATTACH, _PROG_DETACH = 5, 8, 9
-_CGROUP_SKB, _EGRESS = 8, 1
+_PROG_LOAD = 5
 _BPF_LSM_PROG, _BPF_LSM_MAC = 29, 27
 
 
@@ -109,20 +109,33 @@ def _load(kind: int, attach_type: int, result: int, btf_id: int = 0) -> int:
 
 
 def _bpf_cgroup(scratch: Path) -> str:
-    """Attach a program that allows everything to a cgroup of our own, and detach it."""
+    """Load our programs, attach them to a cgroup of our own, and detach them."""
     driver = detect(name=f"dsec-probe-{os.getpid()}", slots=0)
     cgroup = driver.make("bpf", 0)
     try:
-        program = _load(_CGROUP_SKB, _EGRESS, 1)
-        attr = struct.pack("=IIII", cgroup.fd, program, _EGRESS, 2)  # BPF_F_ALLOW_MULTI
-        syscalls.call("bpf", _PROG_ATTACH, attr, len(attr))
-        attr = struct.pack("=IIII", cgroup.fd, program, _EGRESS, 0)
-        syscalls.call("bpf", _PROG_DETACH, attr, len(attr))
-        os.close(program)
+        programs = Programs(cgroup.fd, level=2, deny_unbound=True, events_per_s=1, pins=None)
+        try:
+            programs.attach()
+        finally:
+            programs.close()
     finally:
         cgroup.close()
         driver.files.rmdir(cgroup.path)
         driver.discard()
+    return ""
+
+
+def _bpf_fs(scratch: Path) -> str:
+    """Mount a file system for pins in the trial's own mount namespace."""
+    place = scratch / "bpf"
+    bpf.ensure_bpf_fs(place)
+    syscalls.umount(str(place))
+    return ""
+
+
+def _socket_destroy(scratch: Path) -> str:
+    syscalls.call("unshare", _CLONE_NEWNET)
+    sockdiag.require()
     return ""
 
 
@@ -161,5 +174,7 @@ TRIALS = (
     Trial("nftables", "network=nat: masquerading", _nftables),
     Trial("veth", "network=nat: the sandbox's interface", _veth),
     Trial("bpf_cgroup", "network allowlists", _bpf_cgroup),
+    Trial("bpf_fs", "network allowlists that outlive the daemon", _bpf_fs),
+    Trial("socket_destroy", "connections closed at once by an update", _socket_destroy),
     Trial("bpf_lsm", "file policy keyed by inode", _bpf_lsm),
 )

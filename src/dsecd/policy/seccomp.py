@@ -155,6 +155,14 @@ def command_filter(options: Options | None = None, arch: Arch | None = None) -> 
     return pack(_assemble(native, chosen.i386, lambda each: _command_body(chosen, each)))
 
 
+def denies_ioctl(request: int) -> bool:
+    """Say whether the two parts deny this ioctl(2) request, of 32 bits, in every sandbox."""
+    kind, number = request >> 8 & 0xFF, request & 0xFF
+    if request & 0xFFFFFFFF in IOCTLS_DENIED or request & 0xFFFF == _FSSETXATTR:
+        return True
+    return kind in _IOCTL_TYPES and number not in _IOCTL_TYPES[kind]
+
+
 def pack(program: Program) -> bytes:
     """Return `program` in the kernel's layout. Raises `ValueError` when it is too long."""
     if len(program) > MAX_INSTRUCTIONS:

@@ -1,0 +1,28 @@
+cdef extern from "bpf/load.h" nogil:
+    cdef struct c_options "netpolicy_options":
+        uint32_t sandbox_level, deny_unbound, events_per_s
+    cdef struct c_fds "netpolicy_fds":
+        int maps[8]
+        int programs[8]
+    int c_load_fds "netpolicy_load_fds"(const c_options *options, c_fds *fds, const char **step)
+    uint64_t c_version "netpolicy_version"()
+
+
+def load_network_programs(
+    uint32_t sandbox_level, bint deny_unbound, uint32_t events_per_s
+):
+    cdef c_options options
+    cdef c_fds fds
+    cdef const char *step = ""
+    cdef int result
+    options.sandbox_level = sandbox_level
+    options.deny_unbound = deny_unbound
+    options.events_per_s = events_per_s
+    with nogil:
+        result = c_load_fds(&options, &fds, &step)
+    checked(result, step)
+    return [fds.maps[i] for i in range(8)], [fds.programs[i] for i in range(8)]
+
+
+def network_programs_version():
+    return c_version()

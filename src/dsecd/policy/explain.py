@@ -1,0 +1,173 @@
+"""An honest account of a policy on a host: per rule, what enforces it, or that nothing does. Pure.
+
+The probe's table says what the kernel can do, and the backend which mechanisms it applies; a rule
+is enforced by the first mechanism that has both and does all of it. `require_all` is ``strict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Literal, Protocol
+
+import msgspec
+
+from dsecd.policy import mechanisms
+from dsecd.policy.compile import Compiled
+from dsecd.policy.lines import Line
+from dsecd.policy.mechanisms import NEEDS, Reach, Way
+from dsecd.policy.rules import Verdict
+from libdsec.errors import Unsupported
+
+State = Literal["enforced", "partly", "not enforced"]
+_WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "not enforced": 2}
+
+
+class Feature(Protocol):
+    """A row of the probe table, `dsecd.host.probe.Feature`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def available(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What becomes of one entry of the policy, or of a default (`place` ends with ``.default``).
+
+    `by` are mechanisms of `mechanisms.NEEDS`, or `default` where nothing has to be done. `reasons`
+    say what is missing, one sentence each; () when the rule is enforced. `remarks` are limits of
+    the rule itself, which no host could lift.
+    """
+
+    place: str
+    layer: str
+    verdict: Verdict
+    text: str
+    state: State
+    by: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"{self.layer}: {self.place}" if self.layer else self.place
+        account = f"{self.state} by {', '.join(self.by)}" if self.by else self.state
+        said = f"{where}: {self.verdict} {self.text} is {account}"
+        return f"{said}: {'; '.join(self.reasons)}" if self.reasons else said
+
+
+class _Host:
+    """Which mechanisms there are, and why the others are not."""
+
+    def __init__(self, table: Iterable[Feature], offered: Collection[str] | None) -> None:
+        rows = {row.name: row for row in table}
+        self._missing: dict[str, str] = {"default": ""}
+        for mechanism, needs in NEEDS.items():
+            self._missing[mechanism] = ""
+            for need in needs:
+                row = rows.get(need)
+                if row is None or not row.available:
+                    why = row.reason if row else "not in the probe's table"
+                    self._missing[mechanism] = f"{mechanism} is not there ({need}: {why})"
+            if offered is not None and mechanism not in offered:
+                self._missing[mechanism] = f"{mechanism} is not applied by this backend"
+
+    def judge(self, ways: tuple[Way, ...]) -> tuple[State, str, tuple[str, ...]]:
+        """Return the state, the mechanism ("" for none) and what is missing, of one rule."""
+        there = [way for way in ways if not self._missing[way.mechanism]]
+        for way in there:
+            if not way.short:
+                return "enforced", way.mechanism, ()
+        missing = tuple(self._missing[way.mechanism] for way in ways if way not in there)
+        if there:
+            return "partly", there[0].mechanism, (there[0].short, *missing)
+        return "not enforced", "", missing
+
+
+def explain(
+    compiled: Compiled, table: Iterable[Feature], offered: Collection[str] | None = None
+) -> tuple[Row, ...]:
+    """Return a row for each entry of the policy and for each default that denies.
+
+    `table` is that of `dsecd.host.probe.probe()`; `offered` are the mechanisms that the backend
+    applies, None for all of them.
+    """
+    host = _Host(table, offered)
+    reached = mechanisms.reach(compiled.net)
+    rows = [_row(line, host, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
+    return (*rows, *_defaults(compiled, reached, host))
+
+
+def unenforced(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows that are not fully enforced: a sandbox's notes."""
+    return tuple(row for row in rows if row.state != "enforced")
+
+
+def require_all(rows: Iterable[Row]) -> None:
+    """Raise `Unsupported` unless all is fully enforced; the message names what is not."""
+    open_rows = unenforced(rows)
+    if open_rows:
+        reason = "; ".join(str(row) for row in open_rows)
+        raise Unsupported(
+            f"strict: this host cannot enforce the whole policy ({reason}); remove these rules, "
+            "or create the sandbox without strict",
+            reason=reason,
+            rules=[row.place for row in open_rows],
+        )
+
+
+def _row(line: Line, host: _Host, ways: tuple[tuple[Way, ...], ...]) -> Row:
+    """Return the row of a line: as good as its worst rule."""
+    state: State = "enforced"
+    by: dict[str, None] = {}
+    reasons: dict[str, None] = {}
+    remarks = dict.fromkeys(way.remark for each in ways for way in each if way.remark)
+    for each in ways:
+        found, mechanism, missing = host.judge(each)
+        if mechanism:
+            by[mechanism] = None
+        if found != "enforced":
+            reasons |= dict.fromkeys(missing)
+        state = max(state, found, key=_WORSE.__getitem__)
+    return Row(
+        place=line.place, layer=line.layer, verdict=line.verdict, text=line.text,
+        state=state, by=tuple(by), reasons=tuple(reasons), remarks=tuple(remarks),
+    )  # fmt: skip
+
+
+def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[tuple[Way, ...]]:
+    """Yield the ways of each typed rule of a line."""
+    system = compiled.system
+    for _ in line.nets:
+        yield mechanisms.for_net(reached)
+    for name in line.names:
+        yield mechanisms.for_name(name, reached)
+    for file in line.files:
+        yield mechanisms.for_file(file, compiled.files)
+    for pattern in line.hidden:
+        yield mechanisms.for_hidden(pattern)
+    for _ in line.ioctls:
+        yield mechanisms.for_ioctl()
+    for mount in line.mounts:
+        yield mechanisms.for_mount(mount, system)
+    for unix in line.unix:
+        yield mechanisms.for_unix(unix, system)
+    for _ in line.vsock:
+        yield mechanisms.for_vsock(system)
+
+
+def _defaults(compiled: Compiled, reached: Reach, host: _Host) -> Iterator[Row]:
+    """Yield a row for each default that denies: it is a rule like any other."""
+    system = compiled.system
+    for table, verdict, ways in (
+        ("network", compiled.net.default, mechanisms.for_net(reached)),
+        ("files", compiled.files.default, mechanisms.for_file_default()),
+        ("ioctls", system.ioctl_default, mechanisms.for_ioctl()),
+        ("mounts", system.mount_default, mechanisms.for_mount_default(system)),
+        ("unix", system.unix_default, mechanisms.for_unix_default()),
+        ("vsock", system.vsock_default, mechanisms.for_vsock(system)),
+    ):
+        if verdict == "deny":
+            line = Line(place=f"{table}.default", layer="", verdict="deny", text="all else")
+            yield _row(line, host, (ways,))

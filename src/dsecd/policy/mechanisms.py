@@ -1,0 +1,167 @@
+"""Which mechanism can enforce a typed rule, and how far. Pure.
+
+Each function returns `Way`s in order of preference. A way whose `short` is not empty falls short of
+the rule by what it says. Sources: cgroup-bpf and seccomp(2) manual pages, Landlock and AppArmor in
+the kernel's admin guide, mount_namespaces(7) for locked mounts.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dsecd.policy import globs
+from dsecd.policy.rules import (
+    EVERY_ACCESS,
+    FilePolicy,
+    FileRule,
+    MountRule,
+    NameRule,
+    NetPolicy,
+    SystemPolicy,
+    UnixRule,
+)
+
+# mechanism: the rows of the probe table that it needs
+NEEDS: dict[str, tuple[str, ...]] = {
+    "netns": ("network_namespaces",),  # a namespace with loopback only
+    "bpf_cgroup": ("bpf_cgroup",),
+    "resolver": ("bpf_cgroup",),  # it enters addresses there
+    "seccomp": ("seccomp",),
+    # masks and read-only mounts, locked by the user namespace; every directory above one is a mount
+    # point too, because rename(2) of a directory takes what is mounted below it along
+    "mounts": ("user_namespaces",),
+    "landlock": ("landlock",),
+    "apparmor": ("apparmor",),
+    "bpf_lsm": ("bpf_lsm",),
+}
+
+AT_START = "holds for paths that exist when the sandbox starts, not for later ones"
+BY_NUMBER = "the name does not resolve, but its addresses are open by number"
+SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
+SHARED = "other sites on the same addresses can be reached too"
+ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
+
+
+class Way(msgspec.Struct, frozen=True):
+    """A mechanism of `NEEDS`, or `default` where nothing has to be done.
+
+    `short` is what it does not do of the rule, `remark` what the rule itself does not do.
+    """
+
+    mechanism: str
+    short: str = ""
+    remark: str = ""
+
+
+NOTHING_TO_DO = (Way("default"),)
+
+
+class Reach(msgspec.Struct, frozen=True):
+    """What of the network is open: `closed` is nothing, `everywhere` a whole address family by
+    number, `by_number` anything that is not opened by a name.
+    """
+
+    closed: bool
+    everywhere: bool
+    by_number: bool
+
+
+def reach(policy: NetPolicy) -> Reach:
+    """Return what of the network a policy opens."""
+    opening = [rule for rule in policy.rules if rule.verdict == "allow"]
+    names = any(rule.verdict == "allow" for rule in policy.names)
+    return Reach(
+        closed=policy.default == "deny" and not opening and not names,
+        everywhere=policy.default == "allow" or any(not r.prefix.prefixlen for r in opening),
+        by_number=policy.default == "allow" or bool(opening),
+    )
+
+
+def for_net(reached: Reach) -> tuple[Way, ...]:
+    """Return the ways for rules on networks and for the default."""
+    return (Way("netns"), Way("bpf_cgroup")) if reached.closed else (Way("bpf_cgroup"),)
+
+
+def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
+    """Return the ways for a name; a denied one may be reachable by number."""
+    if reached.closed:
+        return (Way("netns"), Way("resolver"))
+    if rule.verdict == "allow":
+        return (Way("resolver", remark=SHARED),)
+    if reached.everywhere:
+        return (Way("resolver", BY_NUMBER),)
+    return (Way("resolver", remark=SOME_BY_NUMBER if reached.by_number else ""),)
+
+
+def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
+    """Return the ways for a rule on files."""
+    literal = globs.is_literal(rule.pattern)
+    lsm = (Way("apparmor"), Way("bpf_lsm", "" if literal else AT_START))
+    if rule.verdict == "allow":
+        if policy.default == "allow":
+            return NOTHING_TO_DO
+        return (*lsm, Way("landlock")) if literal else lsm
+    # a mount can be read-only or noexec; only a mask takes reading away, and it takes all
+    if "read" not in rule.access or rule.access == EVERY_ACCESS:
+        return (*lsm, Way("mounts", "" if literal else AT_START))
+    return lsm
+
+
+def for_hidden(pattern: str) -> tuple[Way, ...]:
+    """Return the ways to hide what a pattern covers."""
+    short = "" if globs.is_literal(pattern) else AT_START
+    return (Way("apparmor"), Way("bpf_lsm", short), Way("mounts", short))
+
+
+def for_file_default() -> tuple[Way, ...]:
+    """Return the ways to close every path that no rule opens."""
+    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES))
+
+
+def for_ioctl() -> tuple[Way, ...]:
+    """Return the ways for rules on ioctls and their default: the request is an argument."""
+    return (Way("seccomp"),)
+
+
+def for_mount(rule: MountRule, policy: SystemPolicy) -> tuple[Way, ...]:
+    """Return the ways for a rule on mounts; a filter of calls sees neither type nor path."""
+    if rule.verdict == "allow" and policy.mount_default == "allow":
+        return NOTHING_TO_DO
+    everything = rule.fstype == "*" and rule.pattern in ("/", "/**")
+    if rule.verdict == "deny" and (everything or _mounts_closed(policy)):
+        return (Way("seccomp"),)
+    return (Way("apparmor"), Way("bpf_lsm"))
+
+
+def for_mount_default(policy: SystemPolicy) -> tuple[Way, ...]:
+    """Return the ways to deny every mount that no rule allows."""
+    lsm = (Way("apparmor"), Way("bpf_lsm"))
+    return (Way("seccomp"), *lsm) if _mounts_closed(policy) else lsm
+
+
+def _mounts_closed(policy: SystemPolicy) -> bool:
+    allowed = any(rule.verdict == "allow" for rule in policy.mounts)
+    return policy.mount_default == "deny" and not allowed
+
+
+def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
+    """Return the ways for a unix socket; a mask covers the path of one that is there."""
+    if rule.verdict == "allow" and policy.unix_default == "allow":
+        return NOTHING_TO_DO
+    lsm = (Way("apparmor"), Way("bpf_lsm"))
+    if rule.verdict == "allow" or rule.pattern.startswith("@"):
+        return lsm
+    return (*lsm, Way("mounts", AT_START))
+
+
+def for_unix_default() -> tuple[Way, ...]:
+    """Return the ways to close every unix socket that no rule opens."""
+    return (Way("apparmor"), Way("bpf_lsm"))
+
+
+def for_vsock(policy: SystemPolicy) -> tuple[Way, ...]:
+    """Return the ways for vsock: the filter of calls closes the family, or knows no peers."""
+    allowed = any(rule.verdict == "allow" for rule in policy.vsock)
+    if policy.vsock_default == "deny" and not allowed:
+        return (Way("seccomp"),)
+    return (Way("bpf_lsm"),)

@@ -1,0 +1,114 @@
+"""From network rules to the table that the kernel looks up: the whole answer at every prefix.
+
+The kernel finds the longest prefix of an address and nothing else. The prefixes that hold an
+address are a chain, so the rules that cover it are those of the longest one and of the shorter ones
+around it: each row gets all of them, denials taken out, and one look-up decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dsecd.host.nettable import (
+    ICMP,
+    MAPPED,
+    MAPPED_BITS,
+    MAX_RANGES,
+    OTHER,
+    TCP,
+    UDP,
+    Interval,
+    PortRange,
+    Row,
+    Table,
+    merge,
+    subtract,
+)
+from dsecd.policy.rules import LAST_PORT, NameRule, NetPolicy, NetRule
+from libdsec.errors import InvalidArgument
+
+PROTOCOLS = {"tcp": TCP, "udp": UDP, "icmp": ICMP, "any": TCP | UDP | ICMP | OTHER}
+_MAPPED = int.from_bytes(MAPPED + bytes(4), "big")
+_ALL = (0, LAST_PORT)
+
+
+def compile_table(policy: NetPolicy) -> Table:
+    """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
+    denied = [rule for rule in policy.rules if rule.verdict == "deny"]
+    return Table(
+        _rows(policy.rules, open_=policy.default == "allow"),
+        _rows([_flipped(rule) for rule in denied], open_=False) if denied else (),
+    )
+
+
+def name_ranges(rules: Iterable[NameRule]) -> tuple[PortRange, ...]:
+    """Return the openings of a name: the ranges of the rules that cover it."""
+    return _ranges(list(rules), open_=False)
+
+
+def _flipped(rule: NetRule) -> NetRule:
+    return NetRule(
+        verdict="allow",
+        protocol=rule.protocol,
+        prefix=rule.prefix,
+        first_port=rule.first_port,
+        last_port=rule.last_port,
+    )
+
+
+def _rows(rules: Sequence[NetRule], open_: bool) -> tuple[Row, ...]:
+    found: list[Row] = []
+    for version in (4, 6):
+        by_prefix: dict[tuple[int, int], list[NetRule]] = {_root(version): []}
+        for rule in rules:
+            prefix = _prefix(rule)
+            if rule.prefix.version == version and not (version == 6 and _is_mapped(*prefix)):
+                by_prefix.setdefault(prefix, []).append(rule)
+        found += _chain(by_prefix, open_)
+    return tuple(found)
+
+
+def _root(version: int) -> tuple[int, int]:
+    return (_MAPPED, MAPPED_BITS) if version == 4 else (0, 0)
+
+
+def _prefix(rule: NetRule) -> tuple[int, int]:
+    address = int(rule.prefix.network_address)
+    if rule.prefix.version == 4:
+        return _MAPPED | address, MAPPED_BITS + rule.prefix.prefixlen
+    return address, rule.prefix.prefixlen
+
+
+def _is_mapped(address: int, bits: int) -> bool:
+    return bits >= MAPPED_BITS and address >> 32 == _MAPPED >> 32
+
+
+def _chain(by_prefix: dict[tuple[int, int], list[NetRule]], open_: bool) -> list[Row]:
+    """Return the rows of one family; in this order a prefix follows those around it."""
+    rows: list[Row] = []
+    around: list[tuple[int, int, list[NetRule], tuple[PortRange, ...]]] = []
+    for (address, bits), own in sorted(by_prefix.items()):
+        while around and address >> (128 - around[-1][1]) != around[-1][0] >> (128 - around[-1][1]):
+            around.pop()
+        rules = [*around[-1][2], *own] if around else own
+        ranges = _ranges(rules, open_)
+        if len(ranges) > MAX_RANGES:
+            raise InvalidArgument(
+                f"{own[0].prefix if own else 'the default'} has {len(ranges)} separate port"
+                f" ranges, at most {MAX_RANGES} fit: join some of them"
+            )
+        if not around or ranges != around[-1][3]:
+            rows.append(Row(address.to_bytes(16, "big"), bits, ranges))
+        around.append((address, bits, rules, ranges))
+    return rows
+
+
+def _ranges(rules: Sequence[NetRule | NameRule], open_: bool) -> tuple[PortRange, ...]:
+    """Return what is allowed when all of `rules` cover an address."""
+    intervals: dict[int, list[Interval]] = {}
+    for bit in (TCP, UDP, ICMP, OTHER):
+        mine = [rule for rule in rules if PROTOCOLS[rule.protocol] & bit]
+        allowed = [(r.first_port, r.last_port) for r in mine if r.verdict == "allow"]
+        denied = [(r.first_port, r.last_port) for r in mine if r.verdict == "deny"]
+        intervals[bit] = subtract([_ALL] if open_ else allowed, denied)
+    return merge(intervals)

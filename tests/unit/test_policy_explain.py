@@ -1,0 +1,184 @@
+"""The account of what is enforced: nothing is silently open, whatever the host lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from dsecd.host.probe import Feature
+from dsecd.policy import explain, language
+from dsecd.policy.compile import Compiled, compile_policy
+from dsecd.policy.explain import Row
+from dsecd.policy.mechanisms import AT_START, ATTRIBUTES, BY_NUMBER, NEEDS, SHARED
+from libdsec.errors import InvalidArgument, Unsupported
+from tests.unit import policy_cases as cases
+
+FEATURES = sorted({name for needs in NEEDS.values() for name in needs})
+WITHOUT_LSM = ("apparmor", "bpf_lsm")
+
+
+def table(*missing: str) -> list[Feature]:
+    """Return the probe's table of a host without `missing`."""
+    return [
+        Feature(name, name not in missing, "refused here" if name in missing else "", "policy")
+        for name in FEATURES
+    ]
+
+
+def compiled(value: dict[str, Any]) -> Compiled:
+    return compile_policy(language.from_object(value), cases.CATALOGUE)
+
+
+def rows(value: dict[str, Any], *missing: str) -> dict[str, Row]:
+    return {row.place: row for row in explain.explain(compiled(value), table(*missing))}
+
+
+def files(*paths: str, **access: list[str]) -> dict[str, Any]:
+    return {"files": {"rules": [{"paths": list(paths), **access}]}}
+
+
+def test_a_closed_network_is_the_namespaces_work() -> None:
+    found = rows({"network": {"services": {"npm": False}}}, "bpf_cgroup")
+    assert found["network.services.npm"].by == ("netns",)
+    assert found["network.default"].state == "enforced"
+
+
+def test_an_allowlist_needs_bpf_and_says_so() -> None:
+    found = rows({"network": {"services": {"pypi": True}}}, "bpf_cgroup")
+    assert found["network.services.pypi"].state == "not enforced"
+    assert found["network.default"].reasons == (
+        "bpf_cgroup is not there (bpf_cgroup: refused here)",
+    )
+    here = rows({"network": {"services": {"pypi": True}}})["network.services.pypi"]
+    assert (here.state, here.by, here.remarks) == ("enforced", ("resolver",), (SHARED,))
+
+
+def test_a_denied_name_is_open_by_number_where_everything_is() -> None:
+    row = rows({"network": {"default": "allow", "services": {"npm": False}}})[
+        "network.services.npm"
+    ]
+    assert (row.state, row.reasons) == ("partly", (BY_NUMBER,))
+
+
+@pytest.mark.parametrize(
+    ("value", "state", "by"),
+    [
+        (files("/a/b", deny=["write"]), "enforced", ("mounts",)),
+        (files("/a/b", deny=["execute"]), "enforced", ("mounts",)),
+        (files("/a/b", deny=["read", "write", "execute"]), "enforced", ("mounts",)),
+        (files("/a/b", deny=["read"]), "not enforced", ()),
+        (files("/a/*", deny=["write"]), "partly", ("mounts",)),
+        (files("/a/b", "/**/c", deny=["write"]), "partly", ("mounts",)),
+        (files("/a/b", allow=["read"]), "enforced", ("default",)),
+    ],
+)
+def test_without_a_security_module_mounts_do_what_they_can(
+    value: dict[str, Any], state: str, by: tuple[str, ...]
+) -> None:
+    row = rows(value, *WITHOUT_LSM)["files.rules[0]"]
+    assert (row.state, row.by) == (state, by)
+    assert bool(row.reasons) == (state != "enforced")
+    assert rows(value)["files.rules[0]"].state == "enforced"
+
+
+def test_hidden_globs_hold_for_what_exists() -> None:
+    hidden = {"files": {"hide": ["/**/answers"]}}
+    assert AT_START in rows(hidden, *WITHOUT_LSM)["files.hide[0]"].reasons
+    assert rows(hidden)["files.hide[0]"].by == ("apparmor",)
+
+
+def test_landlock_closes_files_but_for_attributes() -> None:
+    value = {"files": {"default": "deny", "rules": [{"paths": ["/w"], "allow": ["read"]}]}}
+    found = rows(value, *WITHOUT_LSM)
+    assert found["files.rules[0]"].by == ("landlock",)
+    assert (found["files.default"].state, found["files.default"].reasons[0]) == (
+        "partly",
+        ATTRIBUTES,
+    )
+
+
+def test_a_filter_of_calls_closes_mounts_only_whole() -> None:
+    closed = rows({"mounts": {"default": "deny"}}, *WITHOUT_LSM)
+    assert closed["mounts.default"].by == ("seccomp",)
+    some = {"mounts": {"default": "deny", "rules": [{"allow": "tmpfs"}]}}
+    assert rows(some, *WITHOUT_LSM)["mounts.default"].state == "not enforced"
+    assert rows(some)["mounts.default"].by == ("apparmor",)
+
+
+def test_vsock_and_unix_sockets() -> None:
+    assert rows({}, *WITHOUT_LSM)["vsock.default"].by == ("seccomp",)
+    peer = {"vsock": {"allow": ["2:1024"]}}
+    assert rows(peer, *WITHOUT_LSM)["vsock.allow[0]"].state == "not enforced"
+    abstract = rows({"unix": {"deny": ["@x", "/run/x"]}}, *WITHOUT_LSM)
+    assert abstract["unix.deny[0]"].state == "not enforced"
+    assert abstract["unix.deny[1]"].state == "partly"
+
+
+def test_a_mechanism_that_the_backend_does_not_apply_counts_for_nothing() -> None:
+    rules = compiled(files("/a", deny=["write"]))
+    (row, *_) = explain.explain(rules, table(), offered={"seccomp", "netns"})
+    assert row.state == "not enforced"
+    assert "mounts is not applied by this backend" in row.reasons
+
+
+def test_strict_refuses_and_names_every_rule() -> None:
+    value = files("/a", deny=["read"]) | {"unix": {"deny": ["@x"]}}
+    found = explain.explain(compiled(value), table(*WITHOUT_LSM))
+    with pytest.raises(Unsupported) as caught:
+        explain.require_all(found)
+    assert caught.value.detail["rules"] == ["files.rules[0]", "unix.deny[0]"]
+    assert "files.rules[0]: deny read of /a is not enforced: apparmor is not there" in str(
+        caught.value
+    )
+    explain.require_all(explain.explain(compiled(value), table()))
+
+
+@pytest.mark.parametrize("preset", ["sealed", "grader", "swe", "open"])
+def test_presets_are_enforced_without_a_security_module(preset: str) -> None:
+    explain.require_all(rows({"extends": preset}, *WITHOUT_LSM).values())
+
+
+@pytest.mark.parametrize("mechanism", sorted(NEEDS))
+def test_each_mechanism_that_goes_leaves_a_trace(mechanism: str) -> None:
+    """A policy that only this mechanism, of those offered, can enforce."""
+    only: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "netns": ({}, {"seccomp"}),
+        "bpf_cgroup": ({"network": {"services": {"192.0.2.0/24": True}}}, {"seccomp"}),
+        "resolver": ({"network": {"services": {"pypi": True}}}, {"seccomp", "bpf_cgroup"}),
+        "seccomp": ({"ioctls": {"deny": ["TCGETS"]}}, {"netns"}),
+        "mounts": (files("/a", deny=["write"]), {"seccomp", "netns"}),
+        "landlock": (files("/a", allow=["read"]) | {}, {"seccomp", "netns"}),
+        "apparmor": (files("/a", deny=["read"]), {"seccomp", "netns"}),
+        "bpf_lsm": ({"vsock": {"allow": ["2"]}}, {"netns"}),
+    }
+    value, others = only[mechanism]
+    if mechanism == "landlock":
+        value = {"files": {**value["files"], "default": "deny"}}
+    rules = compiled(value)
+    with_it = explain.explain(rules, table(), offered=others | {mechanism})
+    without = explain.explain(rules, table(), offered=others)
+    assert any(mechanism in row.by for row in with_it)
+    assert explain.unenforced(without)
+    assert len(explain.unenforced(without)) >= len(explain.unenforced(with_it))
+    with pytest.raises(Unsupported):
+        explain.require_all(without)
+
+
+@settings(max_examples=cases.EXAMPLES)
+@given(cases.POLICIES, st.sets(st.sampled_from(sorted(NEEDS))), st.sampled_from(sorted(NEEDS)))
+def test_less_is_never_enforced_more(value: dict[str, Any], offered: set[str], gone: str) -> None:
+    try:
+        rules = compiled(value)
+    except InvalidArgument:
+        reject()
+    grades = ["not enforced", "partly", "enforced"]
+    before = explain.explain(rules, table(), offered=offered)
+    after = explain.explain(rules, table(), offered=offered - {gone})
+    assert len(before) >= len(rules.lines)
+    for old, new in zip(before, after, strict=True):
+        assert grades.index(new.state) <= grades.index(old.state)
+        assert bool(new.reasons) == (new.state != "enforced")
+        assert str(new)
