@@ -54,7 +54,7 @@ async def client(host: Daemon) -> AsyncIterator[DSecClient]:
 
 
 class Model:
-    """What /work must be: a directory of the host, copied whole at each checkpoint."""
+    """What /app must be: a directory of the host, copied whole at each checkpoint."""
 
     def __init__(self, churn: Path, folder: Path) -> None:
         self.churn, self.folder, self.now = churn, folder, folder / "now"
@@ -92,16 +92,16 @@ async def start(client: DSecClient, churn: Path, upper: str, *toolkits: str) -> 
     )  # type: ignore[arg-type]
     box = await client.run_container(args)
     await box.files.upload(churn, "/churn")
-    await box.run("mkdir", "-p", "/work", check=True)
+    await box.run("mkdir", "-p", "/app", check=True)
     return box
 
 
 async def change(box: Sandbox, seed: int, count: int, bits: bool) -> None:
-    await box.run("/churn", "ops", str(seed), str(count), str(int(bits)), cwd="/work", check=True)
+    await box.run("/churn", "ops", str(seed), str(count), str(int(bits)), cwd="/app", check=True)
 
 
 async def seen(host: Daemon, box: Sandbox) -> Tree:
-    return await sandbox_view(first_process(host, box.id), "/work")
+    return await sandbox_view(first_process(host, box.id), "/app")
 
 
 async def expect(host: Daemon, box: Sandbox, model: Model) -> None:
@@ -123,8 +123,8 @@ async def test_checkpoints_are_full_copies(
     model = Model(churn, tmp_path)
     model.change(dice.randrange(1 << 30), 300)
     model.part()
-    await client.layers.import_("toolkit/work:1", str(model.now), at="/work")
-    box = await start(client, churn, upper, "toolkit/work:1")
+    await client.layers.import_("toolkit/app:1", str(model.now), at="/app")
+    box = await start(client, churn, upper, "toolkit/app:1")
     methods, names = set(), []
     for _ in range(10):
         seed, count = dice.randrange(1 << 30), dice.randrange(150)
@@ -182,7 +182,7 @@ async def test_a_checkpoint_amid_writers_is_the_moment_it_was_made(
         await change(box, dice.randrange(1 << 30), 100, bits=True)
         writers = None
         if number % 2:
-            writers = await box.commands.run(["/churn", "write"], cwd="/work", background=True)
+            writers = await box.commands.run(["/churn", "write"], cwd="/app", background=True)
             await asyncio.sleep(dice.uniform(0.02, 0.2))
             await freeze(host, box)
         tree = await seen(host, box)
@@ -211,7 +211,7 @@ async def test_no_file_of_a_writer_is_torn_by_a_checkpoint(
 ) -> None:
     """Nobody stops the writers but the checkpoint: what it saves is one instant for all of them."""
     box = await start(client, churn, upper)
-    await box.commands.run(["/churn", "write"], cwd="/work", background=True)
+    await box.commands.run(["/churn", "write"], cwd="/app", background=True)
     points = []
     for _ in range(8):
         await asyncio.sleep(dice.uniform(0.005, 0.1))
@@ -220,16 +220,16 @@ async def test_no_file_of_a_writer_is_torn_by_a_checkpoint(
     lengths = []
     for point in points:
         await box.rollback(point)
-        lines = (await box.files.read("/work/appended", format="bytes")).split()
+        lines = (await box.files.read("/app/appended", format="bytes")).split()
         assert [int(line) for line in lines] == list(range(1, len(lines) + 1))
         lengths.append(len(lines))
-        mapped = await box.files.read("/work/mapped", format="bytes")
+        mapped = await box.files.read("/app/mapped", format="bytes")
         first, last = (struct.unpack_from("=Q", mapped, at)[0] for at in (0, len(mapped) - 4096))
         assert first - last in (0, 1)
-        whole = await box.files.read("/work/whole", format="bytes")
+        whole = await box.files.read("/app/whole", format="bytes")
         assert len(whole) == 4000
         assert len(set(struct.unpack("=1000I", whole))) == 1
-        assert not await box.files.exists("/work/gone")
+        assert not await box.files.exists("/app/gone")
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
     await box.stop()
@@ -245,7 +245,7 @@ async def test_a_layer_packed_amid_writers_is_the_moment_it_was_packed(
         await change(box, dice.randrange(1 << 30), 100, bits=True)
         if number == 1:
             assert (await box.checkpoint()).method == "swap"
-        writers = await box.commands.run(["/churn", "write"], cwd="/work", background=True)
+        writers = await box.commands.run(["/churn", "write"], cwd="/app", background=True)
         await asyncio.sleep(dice.uniform(0.02, 0.2))
         if number == 2:
             assert (await box.checkpoint()).method == "copy"

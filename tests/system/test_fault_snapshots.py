@@ -182,15 +182,15 @@ async def test_later_snapshots_lose_no_files(
     churn = compile_c(Path(__file__).with_name("churn.c"), tmp_path / "churn")
     box = await client.run_container(ARGS)
     await box.files.upload(churn, "/churn")
-    await shell(box, "mkdir /work")
+    await shell(box, "mkdir /app")
     seed = random.randrange(1 << 30)
     for n in range(10):
-        await shell(box, f"cd /work && /churn ops {seed + n} 80 1")
-        before = await sandbox_view(first_process(host, box.id), "/work")
+        await shell(box, f"cd /app && /churn ops {seed + n} 80 1")
+        before = await sandbox_view(first_process(host, box.id), "/app")
         assert before
         again = await restored(client, box, f"snapshot/life:{n}")
         await box.stop()
-        wrong = difference(await sandbox_view(first_process(host, again.id), "/work"), before)
+        wrong = difference(await sandbox_view(first_process(host, again.id), "/app"), before)
         assert not wrong, (seed, n, wrong)
         box = again
     await box.stop()

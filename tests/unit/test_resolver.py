@@ -308,7 +308,7 @@ async def test_refusals_are_reported_at_a_bounded_rate() -> None:
 
 def malformed() -> Iterator[tuple[bytes, int | None]]:
     """Yield hostile queries and the code of the reply, None for no reply."""
-    good = dns.message.make_query("pypi.org", "A").to_wire()
+    good = dns.message.make_query("pypi.org", "A", id=0x1234).to_wire()
     yield b"", None
     yield good[:11], None
     yield good[:2] + b"\x81\x00" + good[4:], None  # a response
@@ -318,7 +318,7 @@ def malformed() -> Iterator[tuple[bytes, int | None]]:
     yield good[:4] + b"\0\2" + good[6:], dns.rcode.FORMERR
     yield good[:12] + b"\xc0\x0c\0\1\0\1", dns.rcode.FORMERR  # a pointer to itself
     yield good[:2] + b"\x28\x00" + good[4:], dns.rcode.NOTIMP  # an update
-    yield dns.message.make_query("version.bind", "TXT", "CH").to_wire(), dns.rcode.REFUSED
+    yield dns.message.make_query("version.bind", "TXT", "CH", id=1).to_wire(), dns.rcode.REFUSED
     yield good[:2] + b"\x01\x00" + struct.pack("!HHHH", 1, 0, 0, 9) + good[12:], dns.rcode.FORMERR
 
 
