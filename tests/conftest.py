@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ _SETTLE_S = 5.0  # teardown is asynchronous by design; this is how long it may t
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # a shell starts what it puts in the background deaf to ^C, and all below it would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in (
         "needs(*features): needs these rows of the probe table",
         "leaky(reason): may leave things behind, for the reason given",
