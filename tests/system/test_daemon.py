@@ -51,7 +51,6 @@ async def test_identity_seen_inside() -> None:
         assert len(ids[0]) == 32
 
 
-@pytest.mark.vm
 async def test_cpu_count_follows_the_limit() -> None:
     async with daemon() as d:
         client = await d.client()
@@ -161,7 +160,6 @@ async def test_nat_attaches_and_detaches() -> None:
         assert sealed.address == ""
 
 
-@pytest.mark.vm
 async def test_metrics_of_a_sandbox() -> None:
     async with daemon() as d:
         client = await d.client()

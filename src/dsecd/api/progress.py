@@ -12,6 +12,7 @@ from libdsec.model import ImportProgress
 from libdsec.model_layers import ImportStage
 
 _EVERY_S = 0.2
+_FIRST_S = 0.01  # short work is seen at least once
 
 
 @contextlib.asynccontextmanager
@@ -48,4 +49,4 @@ class Teller:
             if newest is not None and newest != told:
                 stage, done, total = told = newest
                 await self._call.send(ImportProgress(stage=stage, done=done, total=total))
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(_EVERY_S if told else _FIRST_S)

@@ -19,9 +19,11 @@ class _Pull:
 
     def __init__(self) -> None:
         self.reports: tuple[Report, ...] = ()  # replaced as a whole: read in other threads
+        self.last: tuple[ImportStage, int, int] | None = None
         self.task: asyncio.Task[Named]
 
     def report(self, stage: ImportStage, done: int, total: int) -> None:
+        self.last = (stage, done, total)
         for report in self.reports:
             report(stage, done, total)
 
@@ -44,6 +46,8 @@ class Pulls:
             pull = self._running[name] = _Pull()
             pull.task = asyncio.create_task(self._run(name, pull))
         pull.reports = (*pull.reports, report)
+        if pull.last is not None:
+            report(*pull.last)
         try:
             return await asyncio.shield(pull.task)
         finally:
