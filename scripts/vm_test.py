@@ -66,10 +66,14 @@ exec $b switch_root /new /bin/bash /run/command
 COMMAND = r"""
 exec </dev/null >/dev/hvc0 2>&1
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
+mkdir /run/checkout
+mount --bind {checkout} /run/checkout  # it may lie in a place that is about to be covered
 for place in /tmp /var/tmp /var/lib/dsec; do
   mkdir -p -m 1777 "$place" "/disk$place"
   mount --bind "/disk$place" "$place"
 done
+mkdir -p {checkout}
+mount --bind /run/checkout {checkout}
 modprobe -a erofs loop btrfs
 cd {checkout}
 ( {command} )
