@@ -35,7 +35,7 @@ CATALOGUE = {
     ),
 }
 DOMAINS = (
-    "pypi.org", "*.pypi.org", "a.pypi.org", "registry.npmjs.org", "*.corp.example",
+    "pypi.org", "*.pypi.org", "a.pypi.org", "registry.yarnpkg.com", "*.corp.example",
     "x.corp.example", "*.example", "Time.Example.ORG.", "bücher.example",
 )  # fmt: skip
 NETWORKS = (
@@ -51,7 +51,7 @@ ADDRESSES = (
     "64:ff9b::c000:201", "2002:a01:203::1", "2001:db8:1::1", "2001:db8:2::1", "2620::1",
 )  # fmt: skip
 NAMES = (
-    "pypi.org", "a.pypi.org", "a.b.pypi.org", "xpypi.org", "registry.npmjs.org", "corp.example",
+    "pypi.org", "a.pypi.org", "a.b.pypi.org", "xpypi.org", "registry.yarnpkg.com", "corp.example",
     "x.corp.example", "time.example.org", "xn--bcher-kva.example", "example", "other.net",
 )  # fmt: skip
 PATTERNS = (

@@ -145,7 +145,7 @@ def test_denying_a_part_is_no_contradiction() -> None:
 
 def test_a_policy_overrides_the_services_of_its_preset_and_denies_what_it_allows() -> None:
     names = compiled({"extends": "swe", "network": {"services": {"npm": False}}}).net.names
-    assert {each.verdict for each in names if each.pattern == "registry.npmjs.org"} == {"deny"}
+    assert {each.verdict for each in names if each.pattern == "registry.yarnpkg.com"} == {"deny"}
     denied = compiled({"extends": "swe", "network": {"rules": [{"deny": "pypi"}]}}).net.names
     assert {each.verdict for each in denied if each.pattern == "pypi.org"} == {"allow", "deny"}
     assert compiled({"extends": "open", "network": {"default": "deny"}}).net.default == "deny"

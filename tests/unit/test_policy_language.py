@@ -46,7 +46,7 @@ def test_network_rules_of_listing_1() -> None:
     assert policy == Policy(network=Network(services={"npm": False, "pypi": True}))
     patterns = {rule.pattern: rule.verdict for rule in compile_policy(policy).net.names}
     assert patterns["pypi.org"] == "allow"
-    assert patterns["registry.npmjs.org"] == "deny"
+    assert patterns["registry.yarnpkg.com"] == "deny"
 
 
 @settings(max_examples=cases.EXAMPLES)

@@ -50,7 +50,7 @@ def policy() -> Compiled:
         ("tcp 192.0.2.129 443", "deny: network.rules[0] (deny 192.0.2.128/25)"),
         ("icmp 198.51.100.7", "deny: network.default"),
         ("name PyPI.org.", "allow: swe: network.services.pypi (allow pypi)"),
-        ("name registry.npmjs.org", "deny: network.services.npm (deny npm)"),
+        ("name registry.yarnpkg.com", "deny: network.services.npm (deny npm)"),
         ("name example.net", "deny: network.default"),
         ("tcp pypi.org 443", "allow: swe: network.services.pypi (allow pypi)"),
         ("tcp pypi.org 80", "deny: network.default"),

@@ -87,7 +87,7 @@ def test_entered_addresses_are_open_unless_denied() -> None:
 
 def test_an_open_policy_refuses_denied_names_only() -> None:
     policy = compiled({"extends": "open", "network": {"services": {"npm": False}}}).net
-    assert not reference.decide_name(policy, "registry.npmjs.org").answered
+    assert not reference.decide_name(policy, "registry.yarnpkg.com").answered
     assert reference.decide_name(policy, "example.net").answered
     assert reference.decide_net(policy, "tcp", ipaddress.ip_address("10.1.1.1"), 80) == "deny"
     assert (

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 
 import msgspec
@@ -85,3 +85,12 @@ def shipped() -> Catalogue:
 def extended(text: str, origin: str = "catalogue") -> Catalogue:
     """Return the shipped catalogue with the services of the operator's file in front."""
     return {**shipped(), **parse(text, origin)}
+
+
+def with_mirrors(catalogue: Catalogue, name: str, hosts: Iterable[str]) -> Catalogue:
+    """Return `catalogue` with more hosts of a service: those that this host is set up to use."""
+    service = catalogue[name]
+    added = [host for host in hosts if host not in (*service.hosts, *service.mirrors)]
+    service = msgspec.structs.replace(service, mirrors=[*service.mirrors, *added])
+    _check(service, name, f"catalogue.{name}")
+    return {**catalogue, name: service}
