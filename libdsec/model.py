@@ -7,7 +7,7 @@ Linux file names are. Times are seconds since the epoch unless a name says other
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -70,8 +70,12 @@ class DSecContainerRunArgs(_Args):
     the image says. `ttl_running_stop`
     stops the sandbox after that many seconds without any call from outside; `max_lifetime_s`
     after that many seconds in any case. `cpu_cores_limit` may be fractional. `disk_limit_mb`
-    bounds the writable upper layer; `upper` chooses where it lives. `network_rules` name services
-    to allow; see `SandboxInfo.notes` for what this host enforces.
+    bounds the writable upper layer; `upper` chooses where it lives.
+
+    `policy` says what may be reached and done (docs/policy.md): a preset's name, or a policy in the
+    form of its TOML; `network_rules` alone is short for one that turns services on and off. With
+    either the sandbox has a network when something is open, or with `network` "nat". What this host
+    cannot enforce is in `SandboxInfo.notes`; with `strict` it is an error instead.
     """
 
     container_image: str
@@ -87,6 +91,8 @@ class DSecContainerRunArgs(_Args):
     max_lifetime_s: float | None = None
     network: NetworkMode = "none"
     network_rules: dict[str, bool] | None = None
+    policy: str | dict[str, Any] | None = None
+    strict: bool = False
     init_user: str | None = None
     workdir: str | None = None
     env: dict[str, str] = {}
@@ -185,13 +191,15 @@ class Event(_Info):
     """An item of op `events.subscribe` (args `EventFilter`): something happened to a sandbox.
 
     dropped: the subscriber read too slowly, detail["count"] events are missing.
+    denied: the policy refused something, detail says what (docs/policy.md).
+    policy: the sandbox has another policy.
     """
 
     time: float
     sandbox: str
     kind: Literal[
         "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "packed",
-        "checkpoint", "checkpoint_deleted", "rollback", "dropped",
+        "checkpoint", "checkpoint_deleted", "rollback", "dropped", "denied", "policy",
     ]  # fmt: skip
     detail: dict[str, str] = {}
 

@@ -61,29 +61,6 @@ class Death(msgspec.Struct, frozen=True):
     detail: Mapping[str, Any] = {}
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """A validated create request, in the units of the kernel."""
-
-    image: str
-    workspace: str = ""
-    toolkits: tuple[str, ...] = ()
-    checkpoint: str = ""  # SANDBOX/CHECKPOINT to begin from, instead of image and so on
-    memory_bytes: int
-    cpu_cores: float
-    pids: int
-    disk_bytes: int
-    upper: Literal["auto", "memory", "disk"]
-    network: Literal["none", "nat"]
-    sealed: bool
-    user: str  # "": the image's
-    workdir: str  # "": the image's
-    env: dict[str, str]
-    hostname: str
-    no_new_privileges: bool
-    output_limit: int
-    spool_limit: int
-
-
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the host at one moment. `critical` names a pressure that forbids new work."""
 

@@ -15,6 +15,7 @@ import pytest
 
 from dsecd import fastpath
 from dsecd.backends.container_layers import ContainerLayers
+from dsecd.backends.spec import Spec
 from dsecd.config import Cache, Config, Paths, Store
 from dsecd.host import preaccess, probe
 from dsecd.host.layers import LayerMounts
@@ -22,7 +23,6 @@ from dsecd.images.blobd.client import Blobd
 from dsecd.images.importing import import_layer
 from dsecd.images.library import open_library
 from dsecd.images.local import Local
-from dsecd.model import Spec
 from libdsec.errors import Unsupported
 from tests.system.blobd_service import in_thread, kill, until
 
@@ -33,7 +33,7 @@ FILES = {f"f{n}": random.Random(n).randbytes(300_000 + n) for n in range(6)}
 def spec(name: str) -> Spec:
     return Spec(
         image=name, memory_bytes=1, cpu_cores=1, pids=1, disk_bytes=1, upper="memory",
-        network="none", sealed=True, user="", workdir="", env={}, hostname="h",
+        network="none", user="", workdir="", env={}, hostname="h",
         no_new_privileges=True, output_limit=1, spool_limit=1,
     )  # fmt: skip
 

@@ -14,11 +14,11 @@ from dsecd.backends.container_plan import (
     memory_upper_bytes,
     on_disk,
 )
+from dsecd.backends.spec import Spec
 from dsecd.engine.request import compile_spec
 from dsecd.host.network import Attachment
 from dsecd.host.plan import FileWrite
 from dsecd.host.upper import Upper
-from dsecd.model import Spec
 from libdsec.model import DSecContainerRunArgs
 
 TEMPLATE = Template(

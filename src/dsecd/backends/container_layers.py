@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import preaccess, probe
 from dsecd.host.layers import LayerMounts, fit_for_images
@@ -28,7 +29,6 @@ from dsecd.images.library import Library, Named, open_library
 from dsecd.images.local import Cached, Direct, Local, Provider, is_local
 from dsecd.images.pulls import Pulls
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Spec
 from libdsec.errors import AlreadyExists, DSecError, NotFound, Unsupported
 from libdsec.model import Collected, ImageConfig, LayerCollapse, LayerImport, LayerInfo
 

@@ -6,11 +6,11 @@ import hashlib
 
 import msgspec
 
+from dsecd.backends.spec import Spec
 from dsecd.host.network import Attachment
 from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
 from dsecd.host.upper import Upper
 from dsecd.images.manifest import Config
-from dsecd.model import Spec
 
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

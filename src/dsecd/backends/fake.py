@@ -25,8 +25,10 @@ from dsecd.backends.abc import (
     Save,
     Usage,
 )
+from dsecd.backends.spec import Spec
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Death, Spec
+from dsecd.model import Death
+from dsecd.policy.rules import NetPolicy
 from libdsec import wire
 from libdsec.errors import (
     AlreadyExists,
@@ -413,6 +415,9 @@ class FakeBackend:
 
     def disk_full(self, handle: Handle) -> bool:
         return False
+
+    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
+        raise WrongState("the fake backend has no network")
 
     def pools(self) -> Mapping[str, float]:
         return {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from dsecd.backends.spec import Spec
 from dsecd.config import Limits
-from dsecd.model import Reading, Spec
+from dsecd.model import Reading
 from libdsec.errors import Exhausted, InvalidArgument
 
 REFRESH_S = 0.2  # how old a reading of the host may be

@@ -116,7 +116,7 @@ class Manager:
         sandbox = Sandbox(name, key, owner, args, spec, asyncio.get_running_loop().time())
         sandbox.backend, sandbox.node = self.backend.name, self.config.node
         sandbox.idle_s = args.ttl_running_stop or self.config.limits.default_idle_s or None
-        if spec.sealed:
+        if args.network_rules is not None:
             sandbox.notes.append(SEALED_NOTE)
         self.live[name] = sandbox
         self._by_key[owner, key] = sandbox
@@ -426,6 +426,11 @@ class Manager:
         self.registry.oom.add(amount=new)
         self.events.emit(name, "oom", kills=str(new))
         log.event(logger, logging.WARNING, "out of memory", sandbox=name, kills=new)
+
+    def denied(self, name: str, detail: dict[str, str]) -> None:
+        """The policy of a sandbox refused something."""
+        if name in self.live:
+            self.events.emit(name, "denied", **detail)
 
     def refresh_oom(self, sandbox: Sandbox) -> int:
         """Return the number of OOM kills so far, read now."""

@@ -8,7 +8,7 @@ import re
 
 import msgspec
 
-from dsecd.model import Spec
+from dsecd.backends.spec import Spec
 from libdsec.errors import InvalidArgument
 from libdsec.model import DSecContainerRunArgs
 
@@ -50,7 +50,6 @@ def _checked(encoded: bytes) -> Spec:
     args = _decode(encoded)
     _check_limits(args)
     _check_texts(args)
-    sealed = args.network_rules is not None
     return Spec(
         image=args.container_image,
         workspace=args.workspace or "",
@@ -61,8 +60,7 @@ def _checked(encoded: bytes) -> Spec:
         pids=args.pids_limit,
         disk_bytes=args.disk_limit_mb * MIB,
         upper=args.upper,
-        network="none" if sealed else args.network,
-        sealed=sealed,
+        network="none" if args.network_rules is not None else args.network,
         user=args.init_user or "",
         workdir=args.workdir or "",
         env=args.env,

@@ -8,10 +8,10 @@ import time
 import msgspec
 
 from dsecd.backends.abc import Channel, Handle
+from dsecd.backends.spec import Spec
 from dsecd.engine.journal import Row, RowState
 from dsecd.engine.lifecycle import FINAL, Action, after
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Spec
 from libdsec.errors import DSecError
 from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
 from libdsec.model_layers import ImportStage

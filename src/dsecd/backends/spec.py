@@ -1,0 +1,35 @@
+"""What a caller asked for, validated: the engine's side of the contract with the backends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dsecd.policy.compile import Compiled
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """A validated create request, in the units of the kernel.
+
+    With `network` "none" and a policy the policy opens nothing.
+    """
+
+    image: str
+    workspace: str = ""
+    toolkits: tuple[str, ...] = ()
+    checkpoint: str = ""  # SANDBOX/CHECKPOINT to begin from, instead of image and so on
+    memory_bytes: int
+    cpu_cores: float
+    pids: int
+    disk_bytes: int
+    upper: Literal["auto", "memory", "disk"]
+    network: Literal["none", "nat"]
+    policy: Compiled | None = None  # None: no rules were given
+    user: str  # "": the image's
+    workdir: str  # "": the image's
+    env: dict[str, str]
+    hostname: str
+    no_new_privileges: bool
+    output_limit: int
+    spool_limit: int
