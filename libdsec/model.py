@@ -184,6 +184,7 @@ class Metrics(_Info):
     oom_kills: int = 0
     rx_bytes: int = 0
     tx_bytes: int = 0
+    denied: int = 0  # calls, packets and sockets that the network policy refused
     uptime_s: float = 0.0
 
 

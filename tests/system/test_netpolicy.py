@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import random
@@ -15,7 +16,7 @@ import pytest
 from dsecd.host import nettable, sockdiag
 from dsecd.host.netpolicy import Access, Opening
 from dsecd.policy.reference import Opening as NameOpening
-from dsecd.policy.rules import NetPolicy
+from dsecd.policy.rules import NetPolicy, opens_dns
 from dsecd.policy.table import compile_table
 from libdsec.errors import NotFound
 from tests import net_cases
@@ -67,7 +68,7 @@ def _bind(box: Lab, rules: NetPolicy, entered: dict[str, list[NameOpening]]) -> 
         for address, found in entered.items()
         for index, each in enumerate(found)
     ]
-    made = Access(table=compile_table(rules), dns_only=False)
+    made = Access(table=compile_table(rules), dns_only=not opens_dns(rules))
     box.policies.bind(box.cgroup, made, openings)
 
 
@@ -274,15 +275,26 @@ def test_an_update_cuts_connections(box: Lab, version: int) -> None:
         assert box.agent.exchange("c", 0.3) == "timeout"  # nor comes in
 
         def cut() -> int:
-            return sockdiag.cut(lambda *remote: box.policies.allows(box.cgroup, *remote))
+            with contextlib.closing(sockdiag.open_diag()) as diag:
+                return sockdiag.cut(diag, lambda *r: box.policies.allows(box.cgroup, *r))
 
         assert in_namespace(box.wire.box, cut) >= 1
         assert box.agent.exchange("c") == "ECONNABORTED"
-        assert ip(address) not in in_namespace(box.wire.box, sockdiag.peers)
+        assert ip(address) not in in_namespace(box.wire.box, _peers)
         peer.close()
     finally:
         server.close()
         box.agent.drop_all()
+
+
+def _peers() -> set[nettable.IpAddress]:
+    with contextlib.closing(sockdiag.open_diag()) as diag:
+        return sockdiag.peers(diag)
+
+
+def _cut_nothing() -> int:
+    with contextlib.closing(sockdiag.open_diag()) as diag:
+        return sockdiag.cut(diag, lambda *remote: True)
 
 
 def test_connections_that_stay_allowed_outlive_updates(box: Lab) -> None:
@@ -298,8 +310,7 @@ def test_connections_that_stay_allowed_outlive_updates(box: Lab) -> None:
             )
         peer.sendall(b"y")
         assert box.agent.exchange("c") == "y"
-        allowed = in_namespace(box.wire.box, lambda: sockdiag.cut(lambda *remote: True))
-        assert allowed == 0
+        assert in_namespace(box.wire.box, _cut_nothing) == 0
         peer.close()
     finally:
         server.close()

@@ -225,11 +225,25 @@ def _meets(protocol: str | None, ports: list[int | str], kind: str, port: int) -
     return kind in ("tcp", "udp") and protocol in (None, "any", kind) and _has(ports, port)
 
 
+def _names_dns(policy: Policy) -> bool:
+    """Say whether an entry that allows gives port 53 by number."""
+    for on, target, protocol, ports in _entries(policy):
+        service = CATALOGUE.get(target)
+        if service is not None:
+            protocol, ports = service.protocol, service.ports
+        every = {"1-65535", "0-65535"} & {str(each) for each in ports}
+        if on and protocol != "icmp" and not every and _has(ports, 53):
+            return True
+    return False
+
+
 def naive_net(policy: Policy, kind: str, address: str, port: int) -> bool:
     """Say whether a policy without preset lets (kind, address, port) out; no names resolved."""
     family, value = _bits(address)
     if (value >> 24 == 127 and family == 4) or value == 0 or (family, value) == (6, 1):
         return True
+    if port == 53 and kind in ("tcp", "udp") and not _names_dns(policy):
+        return False
     allowed = policy.network.default == "allow"
     for on, target, protocol, ports in _entries(policy):
         service = CATALOGUE.get(target)

@@ -90,6 +90,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     disk_limit_bytes: int = 0  # 0: as asked
     rx_bytes: int = 0
     tx_bytes: int = 0
+    denied: int = 0  # by the network policy: calls, packets, sockets
 
 
 class Call(Protocol):

@@ -9,7 +9,6 @@ and of the slot's spawner go with the process, interfaces and directories are fo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -22,6 +21,7 @@ from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_checkpoints import FD_UPPER, Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_oom import OomEars
 from dsecd.backends.container_pack import Subject, pack_diff
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
@@ -43,12 +43,11 @@ from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Internal, NotFound, Unavailable, Unsupported
+from libdsec.errors import DSecError, Internal, NotFound, Unavailable
 from libdsec.model import Feature, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.container")
 DESTROY_TIMEOUT_MS = 10_000
-WATCH_AFTER_S = 1.0
 DISK_FULL_BYTES = 1 << 20  # a file system with a quota refuses before the last byte
 
 
@@ -59,17 +58,22 @@ class ContainerBackend:
 
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
-            network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=5
+            network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10
         )
         self._host = ContainerHost(config)
         self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
         self._holdings: dict[str, Holding] = {}
         self._listener: Listener | None = None
+        self._ears = OomEars(self._host)
 
     async def start(self, listener: Listener) -> None:
-        self._listener = listener
+        self._listener = self._ears.listener = listener
         self._checkpoints.start()
         await self._host.start()
+        enforcing = ("bpf_cgroup", "resolver") if self._host.networks.enforces else ()
+        self.capabilities = msgspec.structs.replace(
+            self.capabilities, mechanisms=("netns", *enforcing)
+        )
 
     async def close(self) -> None:
         for holding in self._holdings.values():
@@ -147,15 +151,14 @@ class ContainerBackend:
         host, holding = self._host, self._holdings[handle.sandbox]
         if holding.upper is not None:
             await host.uppers.make(holding.upper)
-        holding.netns = await host.netns.acquire()
-        if spec.network == "nat":
-            holding.attachment = await host.nat.attach(holding.netns, holding.sandbox)
+        await host.networks.connect(holding, spec)
         assert holding.range is not None
         holding.cgroup = host.driver.group(holding.sandbox)
         spawned = await self._spawn(holding, spec)
         holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
+        host.networks.judge(holding)
         await self._connect(holding)
-        self._listen_later(holding)
+        self._ears.listen_later(holding)
         return self._instance(holding, spec, spawned.micros)
 
     async def _spawn(self, holding: Holding, spec: Spec) -> Spawned:
@@ -239,57 +242,27 @@ class ContainerBackend:
             return
         ended = holding.pidfd >= 0 and processes.exited(holding.pidfd)
         reason = "its init ended" if ended else "its init closed the channel"
-        if self._count_oom(holding):
+        if self._ears.count(holding):
             reason += " after running out of memory"
         self._listener.died(holding.sandbox, Death(reason))
 
-    def _listen_later(self, holding: Holding) -> None:
-        """Arm the OOM watch, but not for sandboxes that live for one short command.
-
-        Arming costs as much as the rest of the bookkeeping; until then, and for every command that
-        ends badly, the counter itself is read.
-        """
-        loop = asyncio.get_running_loop()
-        holding.watch_timer = loop.call_later(WATCH_AFTER_S, self._listen, holding)
-
-    def _listen(self, holding: Holding) -> None:
-        holding.watch_timer = None
-        if holding.cgroup is None:
-            return
-        try:
-            holding.watch = self._host.driver.watch_oom(
-                holding.cgroup, holding.slot, lambda kills: self._heard_oom(holding, kills)
-            )
-        except DSecError as error:
-            logger.warning("no OOM events of %s: %s", holding.sandbox, error.message)
-            return
-        kills = self._count_oom(holding)
-        if kills:
-            self._heard_oom(holding, kills)
-
-    def _heard_oom(self, holding: Holding, kills: int) -> None:
-        if self._listener is not None:
-            self._listener.oom(holding.sandbox, kills)
-
-    def _count_oom(self, holding: Holding) -> int:
-        if holding.cgroup is None:
-            return 0
-        return self._host.driver.oom_kills(holding.cgroup, holding.slot)
-
     def _deafen(self, holding: Holding) -> None:
         """Stop listening to a container, without touching it."""
-        if holding.watch_timer is not None:
-            holding.watch_timer.cancel()
-            holding.watch_timer = None
-        watch, holding.watch = holding.watch, None
-        if watch is not None:
-            watch.close()
+        self._ears.stop(holding)
         channel, holding.channel = holding.channel, None
         if channel is not None:
             channel.close()
 
     async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        raise Unsupported("network policies are not wired", reason="to come")
+        holding = self._holdings[handle.sandbox]
+        before = holding.policy
+        await self._host.networks.update(holding, policy)
+        try:
+            await save(holding.handle())
+        except BaseException:
+            if before is not None:
+                await self._host.networks.update(holding, before)
+            raise
 
     # --- destroy --------------------------------------------------------------------------------
 
@@ -327,13 +300,7 @@ class ContainerBackend:
             if host.driver.slots is not None:
                 host.driver.slots.release(holding.slot)
             holding.slot = None
-        if holding.attachment is not None:
-            await host.nat.detach(holding.attachment)
-            holding.attachment = None
-            clean = False  # not looked at since its interface went
-        if holding.netns is not None:
-            host.netns.release(holding.netns, clean)
-            holding.netns = None
+        await host.networks.disconnect(holding, clean=clean)
         await self._checkpoints.let_go(holding)
         self._give_back_pooled(holding)
 
@@ -391,7 +358,7 @@ class ContainerBackend:
             host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
             holding.layers.append(layer)
         holding.upper, holding.upper_bytes = held.upper, held.upper_bytes
-        holding.attachment, holding.cpus = held.attachment, held.cpus
+        holding.attachment, holding.policy, holding.cpus = held.attachment, held.policy, held.cpus
         holding.defaults, holding.roots = held.defaults, held.roots
         self._checkpoints.hold(holding)
         self._checkpoints.settle(holding)
@@ -399,8 +366,9 @@ class ContainerBackend:
         holding.netns = host.netns.adopt(held.pid)
         if held.slot and host.driver.slots is not None:
             holding.slot = host.driver.slots.adopt(held.slot)
+        await host.networks.recover(holding)
         await self._connect(holding)
-        self._listen_later(holding)
+        self._ears.listen_later(holding)
         return self._instance(holding, None, {})
 
     async def sweep(self, known: Collection[str]) -> Iterable[str]:
@@ -415,6 +383,7 @@ class ContainerBackend:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
         swept += self._checkpoints.sweep()
+        await self._host.networks.begin(self._listener)
         for holding in list(self._holdings.values()):
             await self._checkpoints.recovered(holding)
         self._host.start_pools()
@@ -431,6 +400,7 @@ class ContainerBackend:
             traffic = (await host.nat.traffic([holding.attachment])).get(holding.sandbox)
             if traffic is not None:
                 received, sent = traffic.rx_bytes, traffic.tx_bytes
+        denied = host.networks.denied(holding)
         if holding.upper is not None:
             disk = host.uppers.usage(holding.upper)
         else:
@@ -444,6 +414,7 @@ class ContainerBackend:
             disk_limit_bytes=holding.upper_bytes,
             rx_bytes=received,
             tx_bytes=sent,
+            denied=denied,
         )
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
@@ -481,7 +452,7 @@ class ContainerBackend:
 
     def oom_kills(self, handle: Handle) -> int:
         holding = self._holdings.get(handle.sandbox)
-        return self._count_oom(holding) if holding is not None else 0
+        return self._ears.count(holding) if holding is not None else 0
 
     def disk_full(self, handle: Handle) -> bool:
         holding = self._holdings.get(handle.sandbox)

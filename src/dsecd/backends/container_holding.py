@@ -8,6 +8,7 @@ import msgspec
 
 from dsecd.backends.abc import Handle
 from dsecd.backends.agent import AgentChannel
+from dsecd.backends.container_names import Names
 from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
 from dsecd.host.netns import Netns
 from dsecd.host.network import Attachment
@@ -15,6 +16,7 @@ from dsecd.host.ranges import Range
 from dsecd.host.upper import Upper
 from dsecd.images.local import Local
 from dsecd.images.manifest import Config
+from dsecd.policy.rules import NetPolicy
 
 
 class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -65,6 +67,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     layers: list[Local]  # bottom first
     upper: Upper | None = None
     attachment: Attachment | None = None
+    policy: NetPolicy | None = None
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -77,8 +80,9 @@ class Holding:
     """All that one container holds, in the order in which it is taken."""
 
     __slots__ = (
-        "attachment", "cgroup", "channel", "cpus", "defaults", "layers", "netns", "pid", "pidfd",
-        "range", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "layers", "names",
+        "netns", "pid", "pidfd", "policy", "range", "roots", "sandbox", "slot",
+        "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -92,7 +96,10 @@ class Holding:
         self.cpus: tuple[int, ...] = ()
         self.netns: Netns | None = None
         self.attachment: Attachment | None = None
+        self.policy: NetPolicy | None = None  # of the network; None: no rules were given
+        self.names: Names | None = None
         self.cgroup: SandboxCgroup | None = None
+        self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None
         self.pid = 0
         self.pidfd = -1
@@ -107,6 +114,7 @@ class Holding:
             layers=self.layers,
             upper=self.upper,
             attachment=self.attachment,
+            policy=self.policy,
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,

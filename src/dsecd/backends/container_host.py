@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dsecd.backends.container_layers import ContainerLayers
+from dsecd.backends.container_network import Networks
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, sockets, spawner, tree
@@ -74,6 +75,8 @@ class ContainerHost:
         self.ranges = RangePool(pools.uid_range_start, pools.uid_range_count, pools.ranges)
         self.netns = NetnsPool(pools.netns)
         self.nat = Nat(self._nat_config())
+        self.networks = Networks(config, self.netns, self.nat)
+        self.networks.start(self.driver)
         self.template = self._make_template()
         self.spawners = await self._start_spawners()
 
@@ -204,6 +207,7 @@ class ContainerHost:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self.spawners.close()
+        await self.networks.close(leave_nothing=leave_nothing)
         await self.netns.close()
         await self.ranges.close()
         await self.nat.shutdown()

@@ -27,5 +27,6 @@ async def metrics(manager: Manager, name: str) -> Metrics:
         oom_kills=usage.oom_kills,
         rx_bytes=usage.rx_bytes,
         tx_bytes=usage.tx_bytes,
+        denied=usage.denied,
         uptime_s=asyncio.get_running_loop().time() - sandbox.started,
     )

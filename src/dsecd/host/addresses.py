@@ -5,6 +5,7 @@ An address is a slot number: slot 5 of 10.213.0.0/16 and fd5d:ec::/64 is 10.213.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import math
 import time
@@ -115,8 +116,8 @@ def _network6(text: str, network4: ipaddress.IPv4Network) -> ipaddress.IPv6Netwo
     return network
 
 
-def parse_resolvers(text: str) -> list[str]:
-    """Return the nameservers of a resolv.conf(5) that a sandbox can reach: not loopback ones."""
+def parse_resolvers(text: str, *, loopback: bool = False) -> list[str]:
+    """Return the nameservers of a resolv.conf(5) that a sandbox can reach: no loopback ones."""
     servers: list[str] = []
     for line in text.splitlines():
         words = line.split()
@@ -129,7 +130,8 @@ def parse_resolvers(text: str) -> list[str]:
         # an IPv6 link-local resolver ("fe80::1%eth0") is on a link the sandbox does not have;
         # 169.254.x.x is routed, and is the only resolver on some clouds
         far = address.version == 4 or not address.is_link_local
-        if far and not (address.is_loopback or address.is_unspecified):
+        near = address.is_loopback or address.is_unspecified
+        if far and (loopback or not near):
             servers.append(str(address))
     return servers
 
@@ -148,6 +150,16 @@ def host_resolvers(files: Iterable[Path] = RESOLVER_FILES) -> list[str]:
         if servers:
             return servers
     return []
+
+
+def daemon_resolvers(files: Iterable[Path] = RESOLVER_FILES) -> list[str]:
+    """Return the host's resolvers for the daemon itself, which reaches one on loopback, too."""
+    found = host_resolvers(files)
+    if not found:
+        with contextlib.suppress(OSError):
+            text = next(iter(files)).read_text(errors="replace")
+            found = parse_resolvers(text, loopback=True)
+    return found or ["127.0.0.1"]  # what libc asks where none is named (resolv.conf(5))
 
 
 def resolv_conf(servers: Iterable[str]) -> str:

@@ -186,6 +186,14 @@ def ensure_bpf_fs(path: Path) -> None:
         raise Internal(f"mount a BPF file system at {path}: {error.strerror}") from error
 
 
+def remove_bpf_fs(path: Path) -> None:
+    """Undo `ensure_bpf_fs`."""
+    while is_bpf_fs(path):
+        syscalls.umount(str(path))
+    if path.is_dir():
+        path.rmdir()
+
+
 # --- ring buffer --------------------------------------------------------------------------------
 
 

@@ -53,6 +53,10 @@ class TreeDriver(Driver):
         """Return the directory of a sandbox that outlived the last daemon, or None."""
         return self.tree.find(sandbox_id)
 
+    def identify(self, cgroup: SandboxCgroup) -> int:
+        """Return the id of a v2 group as BPF programs see it: its inode. Raises `OSError`."""
+        return self.files.inode(cgroup.path)
+
     def list_sandboxes(self) -> list[str]:
         """Return the ids of all sandboxes that have a directory under our name."""
         return self.tree.names()

@@ -76,6 +76,9 @@ class KernelFiles:
         except OSError:
             return ""
 
+    def inode(self, path: str) -> int:
+        return Path(path).stat().st_ino
+
     def open_directory(self, path: str) -> int:
         """Return a descriptor fit for CLONE_INTO_CGROUP."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

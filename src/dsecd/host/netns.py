@@ -182,6 +182,22 @@ class NetnsPool:
         self._lent[fd] = netns
         return netns
 
+    async def run_inside(self, netns: Netns, work: Callable[[], None]) -> None:
+        """Have `work`, which must not block, called by a thread that is in `netns`.
+
+        A cancelled caller waits for it all the same: what it makes it has to put where it is found.
+        """
+
+        def enter_and_work() -> None:
+            with inside(netns.fd, self._home):
+                work()
+
+        future = self._submit(enter_and_work)
+        cancelled = await settle(future)
+        future.result()
+        if cancelled:
+            raise asyncio.CancelledError
+
     def stats(self) -> NetnsStats:
         return NetnsStats(
             created=self._created,

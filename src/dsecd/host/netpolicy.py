@@ -227,7 +227,7 @@ class NetworkPolicies:
     def allows(self, cgroup: int, protocol: int, address: IpAddress, port: int) -> bool:
         """Say what the programs say of a packet of TCP (6) or UDP (17). Raises `NotFound`.
 
-        May be called from another thread: `sockdiag.cut` runs in the sandbox's namespace.
+        May be called from another thread, such as that of `sockdiag.cut`.
         """
         bound = self._find(cgroup)
         access, bit, packed = bound.access, _BITS[protocol], pack_address(address)

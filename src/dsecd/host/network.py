@@ -9,8 +9,7 @@ IPv6 addresses are unique local ones: programs that have both prefer IPv4 (RFC 6
 Lifecycle: `attach` before the sandbox's first process runs, `detach` after its last one ended and
 before its namespace goes back to the pool. Place of the later allowlists: between `attach` and the
 creation of the first process the caller has an Attachment whose `index` identifies the sandbox in
-every packet (interface index, connection mark); rules for it are installed there, before any
-packet can be sent.
+every packet (interface index, connection mark).
 
 Blocking work happens in two dedicated threads; the event loop only queues it. Detaches that come
 together are executed together: removing interfaces costs an RCU grace period, not one for each.
@@ -114,8 +113,10 @@ class Nat:
         self._attaches = self._detaches = self._failures = 0
         self._closed = False
 
-    async def attach(self, ns: Netns, sandbox_id: str) -> Attachment:
+    async def attach(self, ns: Netns, sandbox_id: str, program: int | None = None) -> Attachment:
         """Connect `ns` to the world. On any failure, or when cancelled, nothing stays behind.
+
+        `program` judges what leaves, as after `judge`.
 
         Raises `Exhausted` when no address is free, `InvalidArgument` when the pools overlap the
         host's routes, `Unsupported` without nftables, `Internal` naming the step that failed.
@@ -123,7 +124,7 @@ class Nat:
         if self._closed:
             raise Unavailable("the daemon is stopping")
         slot = self._addresses.acquire()
-        future = self._submit(lambda plane: self._attach(plane, slot, sandbox_id, ns.fd))
+        future = self._submit(lambda plane: self._attach(plane, slot, sandbox_id, ns.fd, program))
         cancelled = await settle(future)
         error = future.exception()
         if error is not None:
@@ -143,6 +144,14 @@ class Nat:
             await settle(asyncio.ensure_future(self.detach(attachment)))
             raise asyncio.CancelledError
         return attachment
+
+    async def judge(self, attachment: Attachment, program: int) -> None:
+        """Have the BPF program with descriptor `program` see all that the sandbox sends, in place
+        of the one that did. Raises `Internal`."""
+        future = self._submit(lambda plane: plane.judge(attachment.index, program))
+        if await settle(future):
+            raise asyncio.CancelledError
+        future.result()
 
     async def detach(self, attachment: Attachment) -> None:
         """Disconnect the sandbox and free its address; a second time does nothing.
@@ -288,10 +297,10 @@ class Nat:
         return Entry(self._config.index(slot), self._addresses.address(slot), address6)
 
     def _attach(
-        self, plane: Plane, slot: int, sandbox_id: str, netns_fd: int
+        self, plane: Plane, slot: int, sandbox_id: str, netns_fd: int, program: int | None
     ) -> tuple[Attachment, Entry]:
         entry = self._entry(slot, ipv6=plane.ipv6)
-        resolv_conf = plane.attach(slot, sandbox_id, entry, netns_fd)
+        resolv_conf = plane.attach(slot, sandbox_id, entry, netns_fd, program)
         attachment = Attachment(
             sandbox=sandbox_id,
             slot=slot,

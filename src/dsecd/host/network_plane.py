@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.host import addresses, netns, network_survey, network_veth
+from dsecd.host import addresses, netns, network_survey, network_tc, network_veth
 from dsecd.host.network_nft import Entry, Firewall, Rules, load, removal, render
 from dsecd.host.network_sysctl import Forwarding, has_ipv6
 from dsecd.host.network_veth import Found, Link
@@ -224,7 +224,9 @@ class Plane:
             address6=entry.address6,
         )
 
-    def attach(self, slot: int, sandbox_id: str, entry: Entry, netns_fd: int) -> str:
+    def attach(
+        self, slot: int, sandbox_id: str, entry: Entry, netns_fd: int, program: int | None = None
+    ) -> str:
         """Connect the namespace `netns_fd`; return its resolver file. On failure nothing stays.
 
         Raises `Internal` naming the request that failed; `Exhausted` without memory.
@@ -235,6 +237,8 @@ class Plane:
             # alone: after a collision the requests that follow would change somebody's interface
             self._demand(self._route, [network_veth.create(link, netns_fd)])
             try:
+                if program is not None:  # before the link is up
+                    self.judge(entry.index, program)
                 self._demand(self._route, network_veth.host_end(link))
                 self._configure_inside(link, netns_fd)
                 network_veth.settle_carrier(self._route.fileno(), link.name)
@@ -248,6 +252,17 @@ class Plane:
             kind = Exhausted if error.errno in (errno.ENOMEM, errno.ENFILE) else Internal
             raise kind(f"network of {sandbox_id}: {error.strerror}", errno=error.errno) from error
         return self.resolv_conf()
+
+    def judge(self, index: int, program: int) -> None:
+        """Run a BPF program on what comes from a sandbox. Raises `Internal`."""
+        added, placed = self._route.request(
+            [network_tc.qdisc(index), network_tc.program(index, program)]
+        )
+        if added is not None and added.errno == errno.EEXIST:
+            added = None
+        error = added or placed
+        if error is not None:
+            raise Internal(f"network: {error.strerror}", errno=error.errno) from error
 
     def counters(self, indexes: Sequence[int]) -> dict[int, tuple[int, int]]:
         """Return (received, sent) bytes from the sandboxes' side, by interface index."""

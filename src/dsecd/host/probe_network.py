@@ -11,6 +11,7 @@ from pathlib import Path
 from dsecd.host import bpf, sockdiag, syscalls
 from dsecd.host.cgroup import detect
 from dsecd.host.netpins import Programs
+from dsecd.host.netpolicy import sandbox_level
 from dsecd.host.probe import Trial
 from dsecd.host.probe_process import security_modules
 from libdsec.errors import Unsupported
@@ -113,6 +114,7 @@ def _bpf_cgroup(scratch: Path) -> str:
     driver = detect(name=f"dsec-probe-{os.getpid()}", slots=0)
     cgroup = driver.make("bpf", 0)
     try:
+        sandbox_level(Path(driver.tree.parent))
         programs = Programs(cgroup.fd, level=2, deny_unbound=True, events_per_s=1, pins=None)
         try:
             programs.attach()

@@ -39,39 +39,34 @@ class _Socket(msgspec.Struct, frozen=True):
     port: int
 
 
-def cut(allowed: Allowed) -> int:
-    """Close the connected TCP and UDP sockets of the calling thread's network namespace whose
-    remote end is not `allowed`; return how many.
+def open_diag() -> Netlink:
+    """Return a socket that diagnoses the calling thread's network namespace, from anywhere."""
+    return Netlink(NETLINK_SOCK_DIAG)
+
+
+def cut(diag: Netlink, allowed: Allowed) -> int:
+    """Close the connected TCP and UDP sockets whose remote end is not `allowed`; return how many.
 
     A kernel without CONFIG_INET_DIAG_DESTROY closes none: then only their packets are dropped.
     Raises `OSError`.
     """
-    diag = Netlink(NETLINK_SOCK_DIAG)
-    try:
-        doomed = [s for s in _sockets(diag) if not allowed(s.protocol, s.address, s.port)]
-        outcome = diag.request([_destroy(sock) for sock in doomed])
-        for error in outcome:
-            if error is not None and error.errno not in (*_GONE, errno.EOPNOTSUPP):
-                raise error
-        return sum(error is None for error in outcome)
-    finally:
-        diag.close()
+    doomed = [s for s in _sockets(diag) if not allowed(s.protocol, s.address, s.port)]
+    outcome = diag.request([_destroy(sock) for sock in doomed])
+    for error in outcome:
+        if error is not None and error.errno not in (*_GONE, errno.EOPNOTSUPP):
+            raise error
+    return sum(error is None for error in outcome)
 
 
-def peers() -> set[IpAddress]:
-    """Return the remote ends of the connected TCP and UDP sockets of the calling thread's network
-    namespace. Raises `OSError`."""
-    diag = Netlink(NETLINK_SOCK_DIAG)
-    try:
-        return {sock.address for sock in _sockets(diag)}
-    finally:
-        diag.close()
+def peers(diag: Netlink) -> set[IpAddress]:
+    """Return the remote ends of the connected TCP and UDP sockets. Raises `OSError`."""
+    return {sock.address for sock in _sockets(diag)}
 
 
 def require() -> None:
     """Raise `Unsupported` when the kernel cannot close a socket."""
     nobody = _Socket(socket.AF_INET, socket.IPPROTO_TCP, bytes(48), ipaddress.IPv4Address(0), 0)
-    diag = Netlink(NETLINK_SOCK_DIAG)
+    diag = open_diag()
     try:
         (error,) = diag.request([_destroy(nobody)])
     finally:

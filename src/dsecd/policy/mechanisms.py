@@ -24,8 +24,9 @@ from dsecd.policy.rules import (
 # mechanism: the rows of the probe table that it needs
 NEEDS: dict[str, tuple[str, ...]] = {
     "netns": ("network_namespaces",),  # a namespace with loopback only
-    "bpf_cgroup": ("bpf_cgroup",),
-    "resolver": ("bpf_cgroup",),  # it enters addresses there
+    # without pins the rules would end with the daemon
+    "bpf_cgroup": ("bpf_cgroup", "bpf_fs"),
+    "resolver": ("bpf_cgroup", "bpf_fs"),  # it enters addresses there
     "seccomp": ("seccomp",),
     # masks and read-only mounts, locked by the user namespace; every directory above one is a mount
     # point too, because rename(2) of a directory takes what is mounted below it along

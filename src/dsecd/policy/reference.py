@@ -14,6 +14,7 @@ import msgspec
 
 from dsecd.policy import globs
 from dsecd.policy.rules import (
+    DNS_PORT,
     LAST_PORT,
     Access,
     FilePolicy,
@@ -21,6 +22,7 @@ from dsecd.policy.rules import (
     NetPolicy,
     SystemPolicy,
     Verdict,
+    opens_dns,
 )
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -65,6 +67,8 @@ def decide_net(
     target = unmapped(address)
     if target.is_loopback or target.is_unspecified:
         return "allow"
+    if port == DNS_PORT and kind in ("tcp", "udp") and not opens_dns(policy):
+        return "deny"
     found = {
         rule.verdict
         for rule in policy.rules

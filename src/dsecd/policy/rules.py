@@ -15,6 +15,9 @@ Network, in the words of a verdict on (protocol, address, port), the remote end 
 * Loopback (127.0.0.0/8, ::1, and the unspecified address, which the kernel takes for it) is the
   sandbox's own and always allowed. The address of the sandbox's resolver, port 53 of tcp and udp,
   is allowed by whoever binds the policy; it is in no rule.
+* Port 53 of tcp and udp is closed for every other address, whatever the default, unless some rule
+  of the policy opens that port by number (`opens_dns`): any resolver that the sandbox reached could
+  carry data out for it.
 
 Names, in the words of a question to the sandbox's resolver:
 
@@ -46,6 +49,7 @@ Access = Literal["read", "write", "execute"]
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LAST_PORT = 65535
+DNS_PORT = 53
 EVERY_ACCESS: frozenset[Access] = frozenset({"read", "write", "execute"})
 
 
@@ -76,6 +80,18 @@ class NetPolicy(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[NetRule, ...] = ()
     names: tuple[NameRule, ...] = ()
     default: Verdict = "deny"
+
+
+def opens_dns(policy: NetPolicy) -> bool:
+    """Say whether a rule that allows gives port 53 by number: its ports hold it and are not all."""
+    rules: tuple[NetRule | NameRule, ...] = (*policy.rules, *policy.names)
+    return any(
+        rule.verdict == "allow"
+        and rule.protocol in ("tcp", "udp", "any")
+        and rule.first_port <= DNS_PORT <= rule.last_port
+        and (rule.first_port > 1 or rule.last_port < LAST_PORT)
+        for rule in rules
+    )
 
 
 class FileRule(msgspec.Struct, frozen=True, kw_only=True):
