@@ -67,6 +67,7 @@ class Daemon:
         self.name = f"dsec-test-{os.getpid()}-{number}"
         self.root = Path("/var/tmp") / self.name
         self.process: subprocess.Popen[bytes] | None = None
+        self.netns: int | None = None  # to start it in, for one that shall not see the host's
         self.config_file = self.root / "dsecd.toml"
         self.runtime, self.state = self.root / "run", self.root / "lib"
         self.socket = self.runtime / "dsecd.sock"
@@ -124,11 +125,15 @@ class Daemon:
         if crash_at:
             program = [str(_REPOSITORY / "tests/system/crashing_dsecd.py"), crash_at]
         arguments = [sys.executable, *program, "--config", str(self.config_file)]
+        passed: tuple[int, ...] = ()
+        if self.netns is not None:
+            arguments = ["nsenter", f"--net=/proc/self/fd/{self.netns}", *arguments]
+            passed = (self.netns,)
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [*arguments, *(["--keep"] if keep else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_REPOSITORY,
-                start_new_session=True,
+                start_new_session=True, pass_fds=passed,
             )  # fmt: skip
 
     async def import_base(self) -> None:
@@ -224,9 +229,12 @@ def _toml(value: object) -> str:
 
 
 @contextlib.asynccontextmanager
-async def daemon(base: bool = True, **overrides: dict[str, object]) -> AsyncIterator[Daemon]:
+async def daemon(
+    base: bool = True, netns: int | None = None, **overrides: dict[str, object]
+) -> AsyncIterator[Daemon]:
     """A running daemon with the base layer; sections of the configuration as keywords."""
     made = Daemon(overrides)
+    made.netns = netns
     try:
         await made.start()
         if base:

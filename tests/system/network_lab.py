@@ -84,6 +84,8 @@ def listen(fd: int, address: str, port: int, version: int = 4) -> socket.socket:
     def work() -> socket.socket:
         server = socket.socket(family(version), socket.SOCK_STREAM)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if version == 6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         server.bind((address, port))
         server.listen()
         server.settimeout(PATIENCE_S)

@@ -41,6 +41,7 @@ from dsecd.host.spawner import Spawned
 from dsecd.images.local import Local
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
+from dsecd.policy.packed import unpack
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
 from libdsec.errors import DSecError, Internal, NotFound, Unavailable
@@ -358,7 +359,8 @@ class ContainerBackend:
             host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
             holding.layers.append(layer)
         holding.upper, holding.upper_bytes = held.upper, held.upper_bytes
-        holding.attachment, holding.policy, holding.cpus = held.attachment, held.policy, held.cpus
+        holding.attachment, holding.cpus = held.attachment, held.cpus
+        holding.policy = unpack(held.policy) if held.policy else None
         holding.defaults, holding.roots = held.defaults, held.roots
         self._checkpoints.hold(holding)
         self._checkpoints.settle(holding)

@@ -16,6 +16,7 @@ from dsecd.host.ranges import Range
 from dsecd.host.upper import Upper
 from dsecd.images.local import Local
 from dsecd.images.manifest import Config
+from dsecd.policy.packed import pack
 from dsecd.policy.rules import NetPolicy
 
 
@@ -67,7 +68,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     layers: list[Local]  # bottom first
     upper: Upper | None = None
     attachment: Attachment | None = None
-    policy: NetPolicy | None = None
+    policy: bytes = b""  # of the network, packed
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -114,7 +115,7 @@ class Holding:
             layers=self.layers,
             upper=self.upper,
             attachment=self.attachment,
-            policy=self.policy,
+            policy=pack(self.policy) if self.policy is not None else b"",
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,

@@ -1,0 +1,144 @@
+"""An internet for a whole dsecd: the daemon runs in a network namespace that plays the host.
+
+    world (every address is local)  198.51.100.1, 2001:db8:1::1  <-veth->  .2, ::2  host, dsecd
+
+Servers are opened in the world; its DNS server, a real one of dnspython's messages, answers what
+`World.names` says. Sandboxes have the names and addresses of an internet, and no packet leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import dns.message
+import dns.rcode
+import dns.rdatatype
+import dns.rrset
+
+from dsecd import fastpath
+from dsecd.host import netns
+from tests.system.network_lab import INTERNET, UPLINK, command, datagrams, listen, write
+
+RESOLVER = "192.0.2.53"  # the one that `daemon.Daemon` configures
+
+
+class World:
+    """The two namespaces, a DNS server, and TCP servers that say who called."""
+
+    def __init__(self) -> None:
+        self.host, self.world = fastpath.make_netns(), fastpath.make_netns()
+        self.names: dict[str, list[str]] = {}
+        self.asked: list[str] = []
+        self._closing, self._wake = os.pipe()
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._connect()
+        udp = datagrams(self.world, RESOLVER, 53)
+        self._sockets.append(udp)
+        self._run(lambda: self._answer(udp))
+
+    def _connect(self) -> None:
+        home = netns.open_current()
+        for fd in (self.host, self.world):
+            netns.set_sysctls(fd, home)
+            command(fd, "ip", "link", "set", "lo", "up")
+        os.close(home)
+        command(self.host, "ip", "link", "add", "up0", "type", "veth", "peer", "name", "w0",
+                "netns", f"/proc/{os.getpid()}/fd/{self.world}")  # fmt: skip
+        for fd, name, own in ((self.host, "up0", UPLINK), (self.world, "w0", INTERNET)):
+            write(fd, f"/proc/sys/net/ipv6/conf/{name}/accept_dad", "0")
+            command(fd, "ip", "addr", "add", f"{own[4]}/24", "dev", name)
+            command(fd, "ip", "addr", "add", f"{own[6]}/64", "dev", name, "nodad")
+            command(fd, "ip", "link", "set", name, "up")
+        for version in (4, 6):
+            via = INTERNET[version]
+            command(self.host, "ip", f"-{version}", "route", "add", "default", "via", via)
+            # in the main table: that of local addresses comes first, and would keep answers here
+            command(self.world, "ip", f"-{version}", "route", "add", "local", "default",
+                    "dev", "lo", "table", "main")  # fmt: skip
+
+    def serve(self, port: int, version: int = 4) -> None:
+        """Answer each connection to any address at `port` with that address and a line's echo."""
+        server = listen(self.world, {4: "0.0.0.0", 6: "::"}[version], port, version)
+        server.setblocking(False)
+        self._sockets.append(server)
+        self._run(lambda: self._echo(server))
+
+    def close(self) -> None:
+        os.write(self._wake, b"x")
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        for fd in (self._closing, self._wake, self.host, self.world):
+            os.close(fd)
+
+    def _run(self, work: object) -> None:
+        thread = threading.Thread(target=work)  # type: ignore[arg-type]
+        thread.start()
+        self._threads.append(thread)
+
+    def _answer(self, udp: socket.socket) -> None:
+        while True:
+            ready, _, _ = select.select([udp, self._closing], [], [])
+            if self._closing in ready:
+                return
+            wire, peer = udp.recvfrom(4096)
+            query = dns.message.from_wire(wire)
+            question = query.question[0]
+            name = question.name.to_text().lower().rstrip(".")
+            self.asked.append(name)
+            reply = dns.message.make_response(query, recursion_available=True)
+            kind = {dns.rdatatype.A: ".", dns.rdatatype.AAAA: ":"}.get(question.rdtype, "?")
+            found = [each for each in self.names.get(name, []) if kind in each]
+            if name not in self.names:
+                reply.set_rcode(dns.rcode.NXDOMAIN)
+            if found:
+                rdtype = dns.rdatatype.to_text(question.rdtype)
+                reply.answer.append(
+                    dns.rrset.from_text_list(question.name, 60, "IN", rdtype, found)
+                )
+            udp.sendto(reply.to_wire(), peer)
+
+    def _echo(self, server: socket.socket) -> None:
+        clients: list[socket.socket] = []
+        while True:
+            ready, _, _ = select.select([server, self._closing, *clients], [], [])
+            if self._closing in ready:
+                break
+            for sock in ready:
+                if sock is server:
+                    client, _ = server.accept()
+                    clients.append(client)
+                    with contextlib.suppress(OSError):
+                        client.sendall(f"{client.getsockname()[0]}\n".encode())
+                    continue
+                with contextlib.suppress(OSError):
+                    data = sock.recv(4096)  # type: ignore[union-attr]
+                    if data:
+                        sock.sendall(data)  # type: ignore[union-attr]
+                        continue
+                clients.remove(sock)  # type: ignore[arg-type]
+                sock.close()  # type: ignore[union-attr]
+        for client in clients:
+            client.close()
+
+
+@contextlib.contextmanager
+def world() -> Iterator[World]:
+    made = World()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def is_pinned(runtime: Path) -> bool:
+    """Whether a daemon's network programs are pinned."""
+    return any((runtime / "bpf").glob("*/at_connect4"))

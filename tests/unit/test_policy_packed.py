@@ -1,0 +1,31 @@
+"""Network policies in the journal."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dsecd.policy.compile import compile_policy
+from dsecd.policy.language import from_object
+from dsecd.policy.packed import pack, unpack
+from tests import net_cases
+
+
+def test_what_is_unpacked_is_what_was_packed() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        policy = net_cases.policy(rng)
+        assert unpack(pack(policy)) == policy
+
+
+def test_names_and_presets_survive() -> None:
+    rules = [{"allow": "*.example.com", "ports": [443]}, {"deny": "10.0.0.0/8"}]
+    policy = compile_policy(from_object({"extends": "swe", "network": {"rules": rules}})).net
+    assert unpack(pack(policy)) == policy
+
+
+def test_anything_else_is_refused() -> None:
+    for data in (b"", b"\x80", b"\xc1"):
+        with pytest.raises((ValueError, KeyError)):
+            unpack(data)
