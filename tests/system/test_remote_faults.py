@@ -75,7 +75,7 @@ class Burst:
 
     async def check(self, box: Sandbox, number: int) -> None:
         """Read until it is read; an error may come before, a wrong byte may not."""
-        for _ in range(100):
+        for _ in range(300):
             try:
                 found = await read(box, number)
             except Unavailable:  # dsecd was killed under the call
