@@ -51,7 +51,7 @@ class Asked(Given, Protocol):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """All that an account follows from: the policy, what its services meant, what was applied."""
+    """All that an account follows from: the policy, what its services meant, what was in force."""
 
     policy: Policy
     services: dict[str, Service]
@@ -279,12 +279,14 @@ class Policies:
         network = _network(compiled, network)
         if applied is None:
             applied = self._applied(network)
-        source = Source(
-            policy=policy, services=services_of(policy, services), network=network,
-            mechanisms=applied, updated=updated,
-        )  # fmt: skip
         with self._lock:
             table = self._backend.features()
+        there = {row.name for row in table if row.available}
+        source = Source(
+            policy=policy, services=services_of(policy, services), network=network,
+            mechanisms=tuple(n for n in applied if there.issuperset(mechanisms.NEEDS[n])),
+            updated=updated,
+        )  # fmt: skip
         rows = explain(compiled, table, applied)
         return Account(
             source=source,
