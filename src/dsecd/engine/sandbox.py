@@ -111,6 +111,7 @@ class Sandbox:
     def row(self, state: RowState, claimed: bool = True) -> Row:
         """Return what the journal has to know."""
         handle = None if state == "ended" else self.handle
+        account = self.account if state == "running" else None  # only the living are re-adopted
         return Row(
             id=self.id,
             key=self.key,
@@ -126,7 +127,7 @@ class Sandbox:
             address=self.address,
             address6=self.address6,
             notes=self.notes,
-            policy=b"" if self.account is None else self.account.packed,
+            policy=b"" if account is None else account.packed,
             claimed=claimed,
         )
 
