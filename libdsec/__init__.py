@@ -43,8 +43,10 @@ from libdsec.model import (
     Metrics,
     Output,
     Packed,
+    PolicyRow,
     PtySize,
     SandboxInfo,
+    SandboxPolicy,
 )
 from libdsec.pty import Pty
 from libdsec.result import CommandResult
@@ -58,7 +60,7 @@ __all__ = [
     "Commands", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
     "Exhausted", "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "ImageConfig",
     "ImportProgress", "Internal", "InvalidArgument", "LayerInfo", "Layers", "Metrics", "NotFound",
-    "Output", "Packed", "PermissionDenied", "Pty", "PtySize", "Sandbox", "SandboxInfo", "Session",
-    "Timeout", "Unavailable", "Unsupported", "WatchHandle", "WriteEntry", "WriteInfo",
-    "WrongState", "__version__",
+    "Output", "Packed", "PermissionDenied", "PolicyRow", "Pty", "PtySize", "Sandbox",
+    "SandboxInfo", "SandboxPolicy", "Session", "Timeout", "Unavailable", "Unsupported",
+    "WatchHandle", "WriteEntry", "WriteInfo", "WrongState", "__version__",
 ]  # fmt: skip

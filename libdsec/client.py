@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -176,6 +177,51 @@ class DSecClient:
         """Return what the daemon holds and how much more it may take."""
         return await self._link.call("host.stats", {}, model.HostStats, retry=True)
 
+    # --- policies
+
+    async def check_policy(
+        self,
+        policy: str | Mapping[str, Any] | None = None,
+        *,
+        network_rules: Mapping[str, bool] | None = None,
+    ) -> model.PolicySummary:
+        """Have the daemon compile a policy. Raises `InvalidArgument` that names the rule.
+
+        `policy` and `network_rules` are those of `DSecContainerRunArgs`.
+        """
+        args = _policy(policy, network_rules)
+        return await self._link.call("policy.check", args, model.PolicySummary, retry=True)
+
+    async def explain_policy(
+        self,
+        policy: str | Mapping[str, Any] | None = None,
+        *,
+        network_rules: Mapping[str, bool] | None = None,
+        network: model.NetworkMode = "none",
+    ) -> list[model.PolicyRow]:
+        """Return what enforces each entry of a policy on the daemon's host, or that nothing does.
+
+        `network` is that of `DSecContainerRunArgs`. Raises `InvalidArgument`.
+        """
+        args = _policy(policy, network_rules, network)
+        return await self._link.call("policy.explain", args, list[model.PolicyRow], retry=True)
+
+    async def test_policy(
+        self,
+        questions: Sequence[str],
+        policy: str | Mapping[str, Any] | None = None,
+        *,
+        network_rules: Mapping[str, bool] | None = None,
+    ) -> list[model.PolicyAnswer]:
+        """Return what a policy says to questions like ``tcp 192.0.2.1 443`` (docs/policy.md)."""
+        asked = _policy(policy, network_rules)
+        args = model.PolicyTest(
+            questions=list(questions), policy=asked.policy, network_rules=asked.network_rules
+        )
+        return await self._link.call("policy.test", args, list[model.PolicyAnswer], retry=True)
+
+    # --- events
+
     async def events(self, sandbox_id: str = "") -> AsyncIterator[model.Event]:
         """Yield what happens to sandboxes (or one sandbox) from now on.
 
@@ -189,3 +235,15 @@ class DSecClient:
         finally:
             if not call.closed:
                 call.cancel()
+
+
+def _policy(
+    policy: str | Mapping[str, Any] | None,
+    rules: Mapping[str, bool] | None,
+    network: model.NetworkMode = "none",
+) -> model.PolicyArgs:
+    return model.PolicyArgs(
+        policy=dict(policy) if isinstance(policy, Mapping) else policy,
+        network_rules=None if rules is None else dict(rules),
+        network=network,
+    )

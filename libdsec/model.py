@@ -23,8 +23,15 @@ from libdsec.model_layers import LayerInfo as LayerInfo
 from libdsec.model_layers import LayerRef as LayerRef
 from libdsec.model_layers import PackArgs as PackArgs
 from libdsec.model_layers import Packed as Packed
+from libdsec.model_policy import NetworkMode as NetworkMode
+from libdsec.model_policy import PolicyAnswer as PolicyAnswer
+from libdsec.model_policy import PolicyArgs as PolicyArgs
+from libdsec.model_policy import PolicyRow as PolicyRow
+from libdsec.model_policy import PolicySummary as PolicySummary
+from libdsec.model_policy import PolicyTest as PolicyTest
+from libdsec.model_policy import SandboxPolicy as SandboxPolicy
+from libdsec.model_policy import UpdateNetwork as UpdateNetwork
 
-NetworkMode = Literal["none", "nat"]
 State = Literal["creating", "running", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
 
@@ -73,9 +80,10 @@ class DSecContainerRunArgs(_Args):
     bounds the writable upper layer; `upper` chooses where it lives.
 
     `policy` says what may be reached and done (docs/policy.md): a preset's name, or a policy in the
-    form of its TOML; `network_rules` alone is short for one that turns services on and off. With
-    either the sandbox has a network when something is open, or with `network` "nat". What this host
-    cannot enforce is in `SandboxInfo.notes`; with `strict` it is an error instead.
+    form of its TOML; `network_rules` alone is short for one that turns services on and off, and
+    with `policy` they are more of its `services`. With either the sandbox has a network when
+    something is open, or with `network` "nat": give that if its network is to be opened later. What
+    this host cannot enforce is in `SandboxInfo.notes`; with `strict` it is an error instead.
     """
 
     container_image: str

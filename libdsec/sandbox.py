@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -307,7 +307,38 @@ class Sandbox:
     ) -> None:
         await self.kill()
 
-    # --- network
+    # --- network and policy
+
+    async def update_network(
+        self,
+        network_rules: Mapping[str, bool] | None = None,
+        *,
+        policy: str | Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> model.SandboxInfo:
+        """Put other network rules in force; connections that they do not allow are cut.
+
+        They take the place of those before: ``{"pypi": True}`` opens PyPI and closes all else.
+        `policy` is a preset's name or a policy as an object, of which only the network may differ
+        from what the sandbox was created with. What the host cannot enforce is in `notes` of the
+        result; with `strict` it is an `Unsupported`, and the former rules stay. Raises
+        `InvalidArgument`, `WrongState` for a sandbox that was created without a network.
+        """
+        args = model.UpdateNetwork(
+            id=self.id,
+            network_rules=None if network_rules is None else dict(network_rules),
+            policy=dict(policy) if isinstance(policy, Mapping) else policy,
+            strict=strict,
+        )
+        self._info = await self._link.call(
+            "sandbox.update_network", args, model.SandboxInfo, retry=True
+        )
+        return self._info
+
+    async def policy(self) -> model.SandboxPolicy:
+        """Return the policy in force and, entry by entry, what enforces it."""
+        ref = model.SandboxRef(id=self.id)
+        return await self._link.call("sandbox.policy", ref, model.SandboxPolicy, retry=True)
 
     async def forward(self, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to TCP `port` on the sandbox's loopback.

@@ -23,9 +23,10 @@ from dsec_bench.stats import Operation, Round
 
 from dsecd.__main__ import make_backend
 from dsecd.backends.abc import Backend, Channel
+from dsecd.backends.spec import Spec
 from dsecd.config import load
 from dsecd.engine.request import compile_spec
-from dsecd.model import Death, Spec, make_id
+from dsecd.model import Death, make_id
 from libdsec import wire
 from libdsec.errors import DSecError, from_wire
 from libdsec.model import CommandResult, ExecArgs
@@ -39,6 +40,7 @@ class _Deaf:
 
     def died(self, sandbox: str, death: Death) -> None: ...
     def oom(self, sandbox: str, kills: int) -> None: ...
+    def denied(self, sandbox: str, detail: dict[str, str]) -> None: ...
 
 
 class _Answer:

@@ -164,9 +164,19 @@ async def events(settings: Settings, client: DSecClient, sandbox: str) -> int:
             output.json(event)
             continue
         clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-        detail = " ".join(f"{name}={value}" for name, value in event.detail.items())
-        click.echo(f"{clock} {event.sandbox} {event.kind} {detail}".rstrip())
+        click.echo(f"{clock} {event.sandbox} {event.kind} {_detail(event)}".rstrip())
     return 0
+
+
+def _detail(event: model.Event) -> str:
+    """Return what an event says, for people: ``tcp 192.0.2.1 443 (where=connect pid=12)``."""
+    detail = dict(event.detail)
+    attempt = ""
+    if event.kind == "denied":
+        words = (detail.pop(name, "") for name in ("protocol", "name", "address", "port"))
+        attempt = " ".join(filter(None, words))
+    rest = " ".join(f"{name}={value}" for name, value in detail.items())
+    return f"{attempt} ({rest})" if attempt and rest else attempt or rest
 
 
 @click.command()

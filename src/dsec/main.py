@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from dsec import completion, copy, execute, host, layer, sandboxes
+from dsec import completion, copy, execute, host, layer, policy, sandboxes
 from dsec.session import Settings
 from libdsec import __version__
 
@@ -43,8 +43,8 @@ def cli(
 
 for _command in (
     host.check, sandboxes.run, sandboxes.ps, execute.exec_, execute.shell, copy.copy, execute.logs,
-    host.stats, host.events, sandboxes.stop, layer.layer, layer.pack, completion.completion,
-    host.version,
+    host.stats, host.events, sandboxes.stop, layer.layer, layer.pack, policy.policy,
+    completion.completion, host.version,
 ):  # fmt: skip
     cli.add_command(_command)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dsec import completion, execute, output
+from dsec import completion, execute, output, policy
 from dsec.session import Settings, connected, json_option, report
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxInfo
 
@@ -22,6 +22,10 @@ _LIMITS: tuple[Callable[..., Any], ...] = (
                  help="Stop it after so long without a call."),
     click.option("--max-lifetime", "max_lifetime_s", type=float, metavar="SECONDS"),
     click.option("--network", type=click.Choice(["none", "nat"])),
+    click.option("--policy", metavar="FILE|PRESET", callback=policy.option,
+                 help="What it may reach and do; see dsec policy."),
+    click.option("--strict", is_flag=True, default=None,
+                 help="Make none unless the host enforces all of it."),
     click.option("--user", "init_user", metavar="USER"),
     click.option("-w", "--workdir", metavar="DIR"),
     click.option("--hostname", metavar="NAME"),

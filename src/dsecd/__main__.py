@@ -26,6 +26,7 @@ from dsecd import config as configuration
 from dsecd.backends.abc import Backend
 from dsecd.config import Config
 from dsecd.engine.manager import Step, no_step
+from dsecd.engine.policies import Policies
 from dsecd.host import probe
 from dsecd.host.vitals import Vitals, raise_open_files
 from dsecd.service import Service
@@ -44,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.configure(config.log)
     if os.geteuid() != 0 and config.backend != "fake":
         return _complain("must run as root: it makes namespaces, cgroups and mounts", 1)
-    if options.check:
-        return _check(config)
     try:
+        if options.check:
+            return _check(config)
         return run(config, options.keep)
     except DSecError as error:
         return _complain(error.message, 1)
@@ -80,10 +81,18 @@ def make_backend(config: Config) -> Backend:
     raise InvalidArgument(f"backend {config.backend!r} is not known", field="backend")
 
 
+def policies() -> Policies:
+    """Return what a daemon of this host would make of policies. Raises `InvalidArgument`."""
+    config = configuration.load()
+    return Policies(config.policy, make_backend(config))
+
+
 def _check(config: Config) -> int:
     """Print what this host offers; 1 when something is missing without which nothing runs."""
     required = {row.name for row in probe.missing()} if config.backend == "container" else set()
-    for row in make_backend(config).features():
+    backend = make_backend(config)
+    Policies(config.policy, backend)  # reads the operator's files
+    for row in backend.features():
         state = "ok" if row.available else "MISSING" if row.name in required else "no"
         remark = f" ({row.reason})" if row.reason else ""
         sys.stdout.write(f"{state:8}{row.name:22}{row.needed_for}{remark}\n")

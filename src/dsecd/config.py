@@ -91,6 +91,15 @@ class Network(_Section, frozen=True):
     resolvers: tuple[str, ...] = ()
 
 
+class Policy(_Section, frozen=True):
+    """`catalogue`: a file of services, in front of those that ship. `default`: a preset or a file
+    with a policy, for sandboxes whose caller gives none; "" → none.
+    """
+
+    catalogue: str = ""
+    default: str = ""
+
+
 class Store(_Section, frozen=True):
     """Where layers are: a directory, or ``s3://bucket/prefix``; "" → `<state>/store`.
 
@@ -164,6 +173,7 @@ class Config(_Section, frozen=True):
     cgroup: Cgroup = Cgroup()
     pools: Pools = Pools()
     network: Network = Network()
+    policy: Policy = Policy()
     store: Store = Store()
     cache: Cache = Cache()
     limits: Limits = Limits()

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from dsecd.backends.fake import FakeBackend
-from dsecd.config import Config, Limits, Listen, Paths
+from dsecd.config import Config, Limits, Listen, Paths, Policy
 from dsecd.model import Reading
 from dsecd.service import Service
 from tests.wire_client import WireClient
@@ -36,7 +36,7 @@ class QuietHost:
 class Bench:
     """One state directory and one backend, over any number of daemon lives."""
 
-    def __init__(self, limits: Limits, latency_s: float, listen: Listen) -> None:
+    def __init__(self, limits: Limits, latency_s: float, listen: Listen, policy: Policy) -> None:
         # unix socket paths are short: not below pytest's own tmp_path
         self.root = Path(tempfile.mkdtemp(prefix="dsec-"))
         self.config = Config(
@@ -44,6 +44,7 @@ class Bench:
             paths=Paths(runtime=str(self.root / "run"), state=str(self.root / "lib")),
             limits=limits,
             listen=listen,
+            policy=policy,
         )
         self.backend = FakeBackend(latency_s)
         self.host = QuietHost()
@@ -68,10 +69,15 @@ class Bench:
 
 @contextlib.asynccontextmanager
 async def bench(
-    limits: Limits | None = None, latency_s: float = 0.0, listen: Listen | None = None
+    limits: Limits | None = None,
+    latency_s: float = 0.0,
+    listen: Listen | None = None,
+    policy: Policy | None = None,
+    backend: FakeBackend | None = None,
 ) -> AsyncIterator[Bench]:
     """A running daemon with the fake backend; closed and removed afterwards."""
-    made = Bench(limits or Limits(), latency_s, listen or Listen())
+    made = Bench(limits or Limits(), latency_s, listen or Listen(), policy or Policy())
+    made.backend = backend or made.backend
     try:
         await made.start()
         yield made

@@ -101,13 +101,11 @@ def test_requests_that_cannot_be_are_refused_by_field(field: str, value: object)
     assert caught.value.detail["field"] == field
 
 
-def test_units_and_sealing() -> None:
-    args = DSecContainerRunArgs(
-        container_image="x", memory_limit_mb=3, network="nat", network_rules={"pypi": True}
-    )
-    args.memory_limit_mb = 64
+def test_units() -> None:
+    args = DSecContainerRunArgs(container_image="x", memory_limit_mb=64, network="nat")
     spec = compile_spec("s0-n0-1-1", args)
-    assert (spec.memory_bytes, spec.network) == (64 << 20, "none")
+    assert (spec.memory_bytes, spec.network, spec.policy) == (64 << 20, "nat", None)
+    assert spec.hostname == "1"
 
 
 def test_keys_are_bounded() -> None:

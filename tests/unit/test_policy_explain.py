@@ -121,7 +121,7 @@ def test_a_mechanism_that_the_backend_does_not_apply_counts_for_nothing() -> Non
     rules = compiled(files("/a", deny=["write"]))
     (row, *_) = explain.explain(rules, table(), offered={"seccomp", "netns"})
     assert row.state == "not enforced"
-    assert "mounts is not applied by this backend" in row.reasons
+    assert "mounts is not applied here" in row.reasons
 
 
 def test_strict_refuses_and_names_every_rule() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from dsecd import __version__
+from dsecd.api import policies
 from dsecd.api.local import LocalCall
 from dsecd.api.progress import told
 from dsecd.engine import snapshots, usage
@@ -78,6 +79,7 @@ class Operations:
             ("sandbox.checkpoints", model.SandboxRef, self.checkpoints, True),
             ("sandbox.rollback", model.CheckpointRef, self.rollback, False),
             ("sandbox.delete_checkpoint", model.CheckpointRef, self.delete_checkpoint, False),
+            *policies.entries(manager),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
 

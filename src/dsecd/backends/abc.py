@@ -76,7 +76,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False  # reports OOM kills
     layers: bool = False
     files_each: int = 0  # descriptors that a sandbox costs the daemon
-    mechanisms: tuple[str, ...] = ()  # of `policy.mechanisms.NEEDS`, those that it applies
+    # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
+    mechanisms: tuple[str, ...] = ()
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

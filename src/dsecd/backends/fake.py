@@ -163,6 +163,7 @@ class FakeSandbox:
 
     def __init__(self, name: str, spec: Spec, listener: Listener) -> None:
         self.name, self.spec, self.listener = name, spec, listener
+        self.net = None if spec.policy is None else spec.policy.net
         self.files: dict[bytes, bytes] = {}
         self.results: dict[str, CommandResult] = {}
         self.running: dict[str, asyncio.Task[CommandResult]] = {}
@@ -417,7 +418,12 @@ class FakeBackend:
         return False
 
     async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        raise WrongState("the fake backend has no network")
+        """Keep the policy. Nothing inside could reach a network: `capabilities` claims none."""
+        sandbox = self.sandboxes[handle.sandbox]
+        if sandbox.spec.network == "none":
+            raise WrongState(f"sandbox {handle.sandbox} has no network")
+        await save(handle)
+        sandbox.net = policy
 
     def pools(self) -> Mapping[str, float]:
         return {}

@@ -41,7 +41,7 @@ _DELETE = "DELETE FROM sandboxes WHERE id = ?"
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One sandbox as it is journalled. `handle` is the backend's, encoded."""
+    """One sandbox as it is journalled. `handle` is the backend's, `policy` `policies.Source`."""
 
     id: str
     key: str
@@ -57,6 +57,7 @@ class Row(msgspec.Struct, kw_only=True):
     address: str = ""
     address6: str = ""
     notes: list[str] = []
+    policy: bytes = b""
     claimed: bool = False
 
 

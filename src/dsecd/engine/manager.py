@@ -21,7 +21,8 @@ from dsecd.engine.admission import Admission, Host
 from dsecd.engine.events import Bus
 from dsecd.engine.journal import Journal
 from dsecd.engine.lifecycle import FINAL
-from dsecd.engine.request import SEALED_NOTE, check_key, compile_spec
+from dsecd.engine.policies import Policies
+from dsecd.engine.request import check_key, check_offered, compile_spec
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.timer import Timer
 from dsecd.engine.waiter import completed, report_to
@@ -35,7 +36,6 @@ from libdsec.errors import (
     NotFound,
     Timeout,
     Unavailable,
-    Unsupported,
     WrongState,
 )
 from libdsec.model import DSecContainerRunArgs
@@ -63,6 +63,7 @@ class Manager:
     ) -> None:
         self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
         self.admission = Admission(config.limits, host, backend.capabilities.files_each)
+        self.policies = Policies(config.policy, backend)
         self.events = Bus(on_drop=registry.events_dropped.add)
         self.live: dict[str, Sandbox] = {}
         self.ended: OrderedDict[str, Sandbox] = OrderedDict()
@@ -86,6 +87,7 @@ class Manager:
         itself: see `abandon`. Raises what admission, the request's check or the backend raise; a
         failed create frees its key.
         """
+        await self.policies.ready(args, args.strict)
         sandbox = self.request(owner, key, args)
         sandbox.report = report
         sandbox.waiters += 1
@@ -109,32 +111,20 @@ class Manager:
         if self._closing:
             raise Unavailable("dsecd is shutting down")
         name = make_id(self.config.shard, self.config.node, self.epoch, self._serial)
-        spec = compile_spec(name, args)
-        self._check_capabilities(spec.network, spec.upper)
+        account = self.policies.get(args, args.strict)
+        spec = compile_spec(name, args, account)
+        check_offered(spec, self.backend)
         self.admission.take(spec, self.creating)
         self._serial += 1
         sandbox = Sandbox(name, key, owner, args, spec, asyncio.get_running_loop().time())
         sandbox.backend, sandbox.node = self.backend.name, self.config.node
         sandbox.idle_s = args.ttl_running_stop or self.config.limits.default_idle_s or None
-        if args.network_rules is not None:
-            sandbox.notes.append(SEALED_NOTE)
+        sandbox.account = account
         self.live[name] = sandbox
         self._by_key[owner, key] = sandbox
         self.creating += 1
         sandbox.task = asyncio.get_running_loop().create_task(self._build(sandbox))
         return sandbox
-
-    def _check_capabilities(self, network: str, upper: str) -> None:
-        able = self.backend.capabilities
-        for field, asked, offered in (
-            ("network", network, able.network),
-            ("upper", upper, able.upper),
-        ):
-            if asked not in offered:
-                raise Unsupported(
-                    f"{field}={asked!r} is not offered by the {self.backend.name} backend here",
-                    reason=f"offered: {', '.join(offered)}",
-                )
 
     async def _build(self, sandbox: Sandbox) -> None:
         log.sandbox.set(sandbox.id)
@@ -243,6 +233,7 @@ class Manager:
         """Yield each key with its sandbox or error, in order of completion."""
         done: asyncio.Queue[tuple[str, Sandbox | DSecError]] = asyncio.Queue()
         made: list[Sandbox] = []
+        await self.policies.ready(args, args.strict)
         for key in keys:
             try:
                 sandbox = self.request(owner, key, args)

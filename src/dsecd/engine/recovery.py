@@ -23,13 +23,16 @@ from dsecd import log
 from dsecd.backends.abc import HANDLE_VERSION, Handle
 from dsecd.engine.journal import Row
 from dsecd.engine.manager import Manager
+from dsecd.engine.policies import Account
 from dsecd.engine.request import compile_spec
 from dsecd.engine.sandbox import Sandbox
+from libdsec.errors import InvalidArgument
 from libdsec.model import State
 
 T = TypeVar("T")
 logger = logging.getLogger("dsecd.recovery")
 PARALLEL = 32
+UNREAD = "its policy was made by another version of dsecd: it is in force, but cannot be shown"
 
 
 async def recover(manager: Manager) -> tuple[int, int]:
@@ -117,7 +120,7 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
         return False
     sandbox = _sandbox(manager, row)
     sandbox.handle, sandbox.channel = instance.handle, instance.channel
-    sandbox.address, sandbox.address6, sandbox.notes = row.address, row.address6, row.notes
+    sandbox.address, sandbox.address6 = row.address, row.address6
     sandbox.state = "running"
     _settle(sandbox)
     manager.adopt(sandbox)
@@ -142,11 +145,25 @@ def _remember(manager: Manager, row: Row) -> None:
 
 def _sandbox(manager: Manager, row: Row) -> Sandbox:
     now = asyncio.get_running_loop().time()
-    spec = compile_spec(row.id, row.args)
+    account = _account(manager, row)
+    spec = compile_spec(row.id, row.args, account)
     sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
     sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
-    sandbox.created_at, sandbox.notes = row.created_at, row.notes
+    sandbox.created_at, sandbox.notes, sandbox.account = row.created_at, row.notes, account
     return sandbox
+
+
+def _account(manager: Manager, row: Row) -> Account | None:
+    """Return the policy of a sandbox; what is in force does not depend on our understanding it."""
+    if not row.policy:
+        return None
+    try:
+        return manager.policies.restored(row.policy)
+    except InvalidArgument as error:
+        log.event(logger, logging.ERROR, "policy not understood", sandbox=row.id, why=error.message)
+        if UNREAD not in row.notes:
+            row.notes.append(UNREAD)
+        return None
 
 
 def _settle(sandbox: Sandbox) -> None:

@@ -8,8 +8,10 @@ import re
 
 import msgspec
 
+from dsecd.backends.abc import Backend
 from dsecd.backends.spec import Spec
-from libdsec.errors import InvalidArgument
+from dsecd.engine.policies import Account
+from libdsec.errors import InvalidArgument, Unsupported
 from libdsec.model import DSecContainerRunArgs
 
 MIB = 1 << 20
@@ -19,11 +21,6 @@ _decode = msgspec.msgpack.Decoder(DSecContainerRunArgs).decode
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
 _ENV_NAME = re.compile(r"[^=\0]+")
 _USER = re.compile(r"[^:\0\n/]{1,64}(:[^:\0\n/]{1,64})?")
-
-SEALED_NOTE = (
-    "network_rules are accepted but this host does not enforce allowlists yet: the sandbox is "
-    "sealed (loopback only)"
-)
 
 
 def _require(condition: bool, field: str, message: str) -> None:
@@ -36,12 +33,34 @@ def check_key(key: str) -> None:
     _require(0 < len(key) <= MAX_KEY, "key", f"1 to {MAX_KEY} characters are required")
 
 
-def compile_spec(sandbox: str, args: DSecContainerRunArgs) -> Spec:
-    """Return the spec of `args`. Raises `InvalidArgument` naming the field."""
+def compile_spec(sandbox: str, args: DSecContainerRunArgs, account: Account | None = None) -> Spec:
+    """Return the spec of `args`, with the policy of `account`.
+
+    Raises `InvalidArgument` naming the field.
+    """
+    if args.policy is not None:  # it is in the account, and may be long
+        args = msgspec.structs.replace(args, policy=None)
     spec = _checked(msgspec.msgpack.encode(args))
-    if spec.hostname:
-        return spec
-    return msgspec.structs.replace(spec, hostname=sandbox.rpartition("-")[2])
+    hostname = spec.hostname or sandbox.rpartition("-")[2]
+    if account is None:
+        return msgspec.structs.replace(spec, hostname=hostname)
+    return msgspec.structs.replace(
+        spec, hostname=hostname, network=account.source.network, policy=account.compiled
+    )
+
+
+def check_offered(spec: Spec, backend: Backend) -> None:
+    """Raise `Unsupported` for what `backend` does not offer."""
+    able = backend.capabilities
+    for field, asked, offered in (
+        ("network", spec.network, able.network),
+        ("upper", spec.upper, able.upper),
+    ):
+        if asked not in offered:
+            raise Unsupported(
+                f"{field}={asked!r} is not offered by the {backend.name} backend here",
+                reason=f"offered: {', '.join(offered)}",
+            )
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,7 +79,7 @@ def _checked(encoded: bytes) -> Spec:
         pids=args.pids_limit,
         disk_bytes=args.disk_limit_mb * MIB,
         upper=args.upper,
-        network="none" if args.network_rules is not None else args.network,
+        network=args.network,
         user=args.init_user or "",
         workdir=args.workdir or "",
         env=args.env,

@@ -11,6 +11,7 @@ from dsecd.backends.abc import Channel, Handle
 from dsecd.backends.spec import Spec
 from dsecd.engine.journal import Row, RowState
 from dsecd.engine.lifecycle import FINAL, Action, after
+from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
 from libdsec.errors import DSecError
 from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
@@ -23,8 +24,8 @@ class Sandbox:
     """State, clocks and resources of one sandbox. Loop times unless a name ends in `_at`."""
 
     __slots__ = (
-        "address", "address6", "args", "backend", "calls", "channel", "claim_deadline", "claims",
-        "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
+        "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
+        "claims", "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
         "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "pull", "ready",
         "reason", "report", "saving", "spec", "started", "state", "task", "waiters",
     )  # fmt: skip
@@ -44,7 +45,8 @@ class Sandbox:
         self.handle: Handle | None = None
         self.channel: Channel | None = None
         self.address, self.address6 = "", ""
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # those of the backend
+        self.account: Account | None = None  # of its policy
         self.calls = 0  # open calls from outside
         self.idle_since = now
         self.idle_s: float | None = None
@@ -109,6 +111,7 @@ class Sandbox:
     def row(self, state: RowState, claimed: bool = True) -> Row:
         """Return what the journal has to know."""
         handle = None if state == "ended" else self.handle
+        account = self.account if state == "running" else None  # only the living are re-adopted
         return Row(
             id=self.id,
             key=self.key,
@@ -124,6 +127,7 @@ class Sandbox:
             address=self.address,
             address6=self.address6,
             notes=self.notes,
+            policy=b"" if account is None else account.packed,
             claimed=claimed,
         )
 
@@ -144,6 +148,13 @@ class Sandbox:
             address=self.address,
             address6=self.address6,
             labels=self.args.labels,
-            notes=self.notes,
-            args=self.args if with_args else None,
+            notes=self.notes if self.account is None else [*self.notes, *self.account.notes],
+            args=self._present_args() if with_args else None,
         )
+
+    def _present_args(self) -> DSecContainerRunArgs:
+        """Return what another sandbox like this one is made of: a branch has its policy of now."""
+        if self.account is None or not self.account.source.updated:
+            return self.args
+        policy = msgspec.to_builtins(self.account.source.policy)
+        return msgspec.structs.replace(self.args, policy=policy, network_rules=None, network="nat")

@@ -19,7 +19,7 @@ from libdsec.model import Checkpoint, PackArgs, Packed
 
 async def pack_diff(manager: Manager, args: PackArgs) -> Packed:
     """Return the layer made of the sandbox's changes. Raises `NotFound`, `WrongState`."""
-    async with _exclusive(manager, args.id) as (sandbox, handle):
+    async with exclusive(manager, args.id) as (sandbox, handle):
         packed = await manager.backend.pack_diff(handle, args)
     manager.events.emit(sandbox.id, "packed", name=packed.name, digest=packed.digest)
     return packed
@@ -27,17 +27,17 @@ async def pack_diff(manager: Manager, args: PackArgs) -> Packed:
 
 async def checkpoint(manager: Manager, name: str) -> Checkpoint:
     """Remember the sandbox's files. Raises `NotFound`, `WrongState`, `Exhausted`."""
-    async with _exclusive(manager, name) as (sandbox, handle):
-        made = await manager.backend.checkpoint(handle, lambda now: _save(manager, sandbox, now))
+    async with exclusive(manager, name) as (sandbox, handle):
+        made = await manager.backend.checkpoint(handle, lambda now: save(manager, sandbox, now))
     manager.events.emit(sandbox.id, "checkpoint", checkpoint=made.id, method=made.method)
     return made
 
 
 async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoint:
     """End the sandbox's processes and put its files back. Raises `NotFound`, `WrongState`."""
-    async with _exclusive(manager, name) as (sandbox, handle):
+    async with exclusive(manager, name) as (sandbox, handle):
         made = await manager.backend.rollback(
-            handle, checkpoint_id, lambda now: _save(manager, sandbox, now)
+            handle, checkpoint_id, lambda now: save(manager, sandbox, now)
         )
     manager.events.emit(sandbox.id, "rollback", checkpoint=made.id)
     return made
@@ -45,21 +45,23 @@ async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoin
 
 async def delete_checkpoint(manager: Manager, name: str, checkpoint_id: str) -> None:
     """Forget a checkpoint and free what only it needed. Raises `NotFound`, `WrongState`."""
-    async with _exclusive(manager, name) as (sandbox, handle):
+    async with exclusive(manager, name) as (sandbox, handle):
         await manager.backend.delete_checkpoint(
-            handle, checkpoint_id, lambda now: _save(manager, sandbox, now)
+            handle, checkpoint_id, lambda now: save(manager, sandbox, now)
         )
     manager.events.emit(sandbox.id, "checkpoint_deleted", checkpoint=checkpoint_id)
 
 
-async def _save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
+async def save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
+    """Journal a sandbox with its handle as it is now."""
     sandbox.handle = handle
     if sandbox.state == "running":
         await manager.journal.write(sandbox.row("running"))
 
 
 @contextlib.asynccontextmanager
-async def _exclusive(manager: Manager, name: str) -> AsyncIterator[tuple[Sandbox, Handle]]:
+async def exclusive(manager: Manager, name: str) -> AsyncIterator[tuple[Sandbox, Handle]]:
+    """Enter a sandbox that runs, one at a time. Raises `NotFound`, `WrongState`."""
     sandbox = manager.enter(name)
     try:
         if sandbox.saving is None:

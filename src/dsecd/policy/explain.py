@@ -64,14 +64,13 @@ class _Host:
         rows = {row.name: row for row in table}
         self._missing: dict[str, str] = {"default": ""}
         for mechanism, needs in NEEDS.items():
-            self._missing[mechanism] = ""
+            applied = offered is None or mechanism in offered
+            self._missing[mechanism] = "" if applied else f"{mechanism} is not applied here"
             for need in needs:
                 row = rows.get(need)
                 if row is None or not row.available:
                     why = row.reason if row else "not in the probe's table"
                     self._missing[mechanism] = f"{mechanism} is not there ({need}: {why})"
-            if offered is not None and mechanism not in offered:
-                self._missing[mechanism] = f"{mechanism} is not applied by this backend"
 
     def judge(self, ways: tuple[Way, ...]) -> tuple[State, str, tuple[str, ...]]:
         """Return the state, the mechanism ("" for none) and what is missing, of one rule."""
@@ -90,8 +89,8 @@ def explain(
 ) -> tuple[Row, ...]:
     """Return a row for each entry of the policy and for each default that denies.
 
-    `table` is that of `dsecd.host.probe.probe()`; `offered` are the mechanisms that the backend
-    applies, None for all of them.
+    `table` is that of `dsecd.host.probe.probe()`; `offered` are the mechanisms that are
+    applied to a sandbox, None for all of them.
     """
     host = _Host(table, offered)
     reached = mechanisms.reach(compiled.net)

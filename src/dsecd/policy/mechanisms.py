@@ -37,7 +37,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 AT_START = "holds for paths that exist when the sandbox starts, not for later ones"
-BY_NUMBER = "the name does not resolve, but its addresses are open by number"
+BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"

@@ -31,7 +31,7 @@ Names, in the words of a question to the sandbox's resolver:
   are lower case, IDNA-encoded, without the final dot; so are names before they are judged.
 * Addresses in answers that are not global are dropped. If an allowing rule that covers the name has
   `private`, addresses of private networks are kept; loopback, link-local (metadata services of
-  clouds), multicast and the like never are.
+  clouds), multicast, IPv4-mapped and the like (`NEVER` in resolver/reserved.py) never are.
 
 Files: see `FilePolicy`. System calls: see `SystemPolicy`.
 """

@@ -1,0 +1,321 @@
+"""The policies of requests: compiled with this host's catalogue, and explained on this host.
+
+A policy may take a tenth of a second to compile, so it is kept by its content, and made in a thread
+the first time: `ready` before `get`. What a sandbox got is journalled as `Source`, from which the
+next daemon makes the same, whatever the catalogue says and the backend applies by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from dsecd import config
+from dsecd.backends.abc import Backend
+from dsecd.engine.waiter import completed
+from dsecd.host import apt
+from dsecd.policy import catalogue, language, mechanisms, targets, update
+from dsecd.policy.catalogue import Catalogue, Service
+from dsecd.policy.compile import Compiled, compile_policy
+from dsecd.policy.explain import Row, explain, require_all, unenforced
+from dsecd.policy.language import Policy
+from dsecd.policy.presets import PRESETS
+from libdsec.errors import InvalidArgument
+
+KEPT = 256  # policies that were asked for last
+NetworkMode = Literal["none", "nat"]
+
+
+class Given(Protocol):
+    """The fields of a request that give a policy."""
+
+    @property
+    def policy(self) -> str | dict[str, Any] | None: ...
+    @property
+    def network_rules(self) -> dict[str, bool] | None: ...
+
+
+class Asked(Given, Protocol):
+    """Those of a sandbox to be made."""
+
+    @property
+    def network(self) -> NetworkMode: ...
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All that an account follows from: the policy, what its services meant, what was in force."""
+
+    policy: Policy
+    services: dict[str, Service]
+    network: NetworkMode
+    mechanisms: tuple[str, ...]
+    updated: bool = False  # not that of the create any more
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy on this host: compiled, and what becomes of each entry. `packed` is the source."""
+
+    source: Source
+    packed: bytes
+    compiled: Compiled
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]  # what is not fully enforced
+
+
+def read(given: Given) -> Policy | None:
+    """Return the policy of a request, None when it gives none. Raises `InvalidArgument`."""
+    rules, said = given.network_rules, given.policy
+    if said is None:
+        return None if rules is None else language.from_network_rules(rules)
+    policy = preset(said) if isinstance(said, str) else language.from_object(said)
+    if rules is None:
+        return policy
+    services = policy.network.services
+    for name, on in rules.items():
+        if services.get(name, on) != on:
+            raise InvalidArgument(
+                f"network_rules.{name}: the policy says the opposite in network.services; "
+                "leave one of them out",
+                field=f"network_rules.{name}",
+            )
+    network = msgspec.structs.replace(policy.network, services={**services, **rules})
+    return msgspec.structs.replace(policy, network=network)
+
+
+def preset(name: str) -> Policy:
+    """Return the policy that only extends a preset. Raises `InvalidArgument`."""
+    if name not in PRESETS:
+        raise InvalidArgument(
+            f"policy: {name!r} is none of the presets {', '.join(sorted(PRESETS))}; "
+            "a policy of your own is an object, for dsec a file (./NAME or NAME.toml)",
+            field="policy",
+        )
+    return language.from_object({"extends": name})
+
+
+def services_of(policy: Policy, known: Catalogue) -> dict[str, Service]:
+    """Return the services that `policy`, with its preset, names."""
+    network = update.flattened(policy).network
+    named = [*network.services, *(rule.allow or rule.deny or "" for rule in network.rules)]
+    return {name: known[name] for name in named if name in known}
+
+
+def host_catalogue(path: str) -> Catalogue:
+    """Return the services that rules may name here. Raises `InvalidArgument` naming the file.
+
+    The operator's file comes before what ships; that has the mirrors of this host's own apt, too.
+    """
+    shipped = catalogue.shipped()
+    mirrors = [host for host in apt.hosts() if _is_domain(host)]
+    shipped = catalogue.with_mirrors(shipped, "debian", mirrors)
+    return (
+        {**shipped, **catalogue.parse(_text(path, "policy.catalogue"), path)} if path else shipped
+    )
+
+
+def _is_domain(host: str) -> bool:
+    """Whether a rule could name `host`; apt also takes addresses and names without a dot."""
+    try:
+        targets.domain(host, "apt")
+    except InvalidArgument:
+        return False
+    return True
+
+
+def _text(path: str, key: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise InvalidArgument(f"{key}: cannot read {path}: {why}", field=key) from error
+
+
+def operator_policy(name: str) -> Policy | None:
+    """Return the policy for who gives none. Raises `InvalidArgument` naming the file."""
+    if not name:
+        return None
+    if name in PRESETS:
+        return preset(name)
+    text = _text(name, "policy.default")
+    try:
+        return language.from_json(text) if name.endswith(".json") else language.from_toml(text)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error.message}", field="policy.default") from error
+
+
+class Policies:
+    """The policies of one daemon, by their content."""
+
+    def __init__(self, settings: config.Policy, backend: Backend) -> None:
+        self._backend = backend
+        self._services = host_catalogue(settings.catalogue)
+        self._default = operator_policy(settings.default)
+        if self._default is not None:
+            try:
+                compile_policy(self._default, self._services)
+            except InvalidArgument as error:
+                message = f"policy.default: {settings.default}: {error.message}"
+                raise InvalidArgument(message, field="policy.default") from error
+        self._known: OrderedDict[bytes, Account] = OrderedDict()
+        self._coming: dict[bytes, asyncio.Future[Account]] = {}
+        self._lock = threading.Lock()  # one at a time: the first has the host probed
+
+    def get(self, asked: Asked, strict: bool = False) -> Account | None:
+        """Return the policy of a request on this host, None when there is none.
+
+        Made now when it is not kept. Raises `InvalidArgument`, and `Unsupported` with `strict` when
+        something of it is not fully enforced.
+        """
+        key = self._key(asked)
+        if not key:
+            return None
+        account = self._kept(key) or self._keep(key, self._make_asked(asked))
+        return _granted(account, strict)
+
+    async def ready(self, asked: Asked, strict: bool = False) -> Account | None:
+        """Return what `get` does; what is not kept is made beside the event loop."""
+        key = self._key(asked)
+        if not key:
+            return None
+        account = self._kept(key) or await self._beside(key, lambda: self._make_asked(asked))
+        return _granted(account, strict)
+
+    async def compiled(self, asked: Asked) -> tuple[Compiled, NetworkMode]:
+        """Return a policy that nothing is made with, and its network. Raises `InvalidArgument`."""
+        policy = read(asked)
+        if policy is None:
+            raise _nothing_given()
+        compiled = await asyncio.to_thread(compile_policy, policy, self._services)
+        return compiled, _network(compiled, asked.network)
+
+    async def changed(self, present: Account | None, given: Given, strict: bool) -> Account:
+        """Return a running sandbox's policy with the network that is given. Raises as `ready`.
+
+        What its files and system calls are closed by was applied when it was made.
+        """
+        wanted = read(given)
+        if wanted is None:
+            raise _nothing_given()
+        before = Policy() if present is None else present.source.policy
+        applied = self._applied("nat") if present is None else present.source.mechanisms
+        policy = update.with_network(before, wanted)
+        make = functools.partial(self._make, policy, self._services, "nat", applied, updated=True)
+        key = _digest("updated", policy, applied)
+        account = self._kept(key) or await self._beside(key, make)
+        granted = _granted(account, strict)
+        assert granted is not None
+        return granted
+
+    def restored(self, packed: bytes) -> Account:
+        """Return what was journalled. Raises `InvalidArgument` if this version cannot read it."""
+        key = _digest(packed)
+        found = self._kept(key)
+        if found is not None:
+            return found
+        try:
+            source = msgspec.msgpack.decode(packed, type=Source)
+        except msgspec.DecodeError as error:
+            raise InvalidArgument(f"policy: made by another version: {error}") from error
+        made = self._make(
+            source.policy, source.services, source.network, source.mechanisms, source.updated
+        )
+        return self._keep(key, made)
+
+    # --- making and keeping
+
+    def _key(self, asked: Asked) -> bytes:
+        if asked.policy is None and asked.network_rules is None and self._default is None:
+            return b""
+        return _digest(asked.policy, asked.network_rules, asked.network)
+
+    def _kept(self, key: bytes) -> Account | None:
+        account = self._known.get(key)
+        if account is not None:
+            self._known.move_to_end(key)
+        return account
+
+    def _keep(self, key: bytes, account: Account) -> Account:
+        self._known[key] = account
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return account
+
+    async def _beside(self, key: bytes, make: Callable[[], Account]) -> Account:
+        """Have an account made in a thread, once for all who ask at the same time."""
+        coming = self._coming.get(key)
+        if coming is None:
+            coming = self._coming[key] = asyncio.ensure_future(asyncio.to_thread(make))
+            coming.add_done_callback(functools.partial(self._came, key))
+        await completed(coming)
+        return coming.result()
+
+    def _came(self, key: bytes, coming: asyncio.Future[Account]) -> None:
+        del self._coming[key]
+        if not coming.cancelled() and coming.exception() is None:
+            self._keep(key, coming.result())
+
+    def _make_asked(self, asked: Asked) -> Account:
+        policy = read(asked) or self._default
+        assert policy is not None
+        return self._make(policy, self._services, asked.network)
+
+    def _make(
+        self,
+        policy: Policy,
+        services: Catalogue,
+        network: NetworkMode,
+        applied: tuple[str, ...] | None = None,
+        updated: bool = False,
+    ) -> Account:
+        compiled = compile_policy(policy, services)
+        network = _network(compiled, network)
+        if applied is None:
+            applied = self._applied(network)
+        with self._lock:
+            table = self._backend.features()
+        there = {row.name for row in table if row.available}
+        source = Source(
+            policy=policy, services=services_of(policy, services), network=network,
+            mechanisms=tuple(n for n in applied if there.issuperset(mechanisms.NEEDS[n])),
+            updated=updated,
+        )  # fmt: skip
+        rows = explain(compiled, table, applied)
+        return Account(
+            source=source,
+            packed=msgspec.msgpack.encode(source),
+            compiled=compiled,
+            rows=rows,
+            notes=tuple(map(str, unenforced(rows))),
+        )
+
+    def _applied(self, network: NetworkMode) -> tuple[str, ...]:
+        """Return what the backend applies; a namespace closes nothing once a link leads out."""
+        offered = self._backend.capabilities.mechanisms
+        return tuple(name for name in offered if name != "netns" or network == "none")
+
+
+def _network(compiled: Compiled, asked: NetworkMode) -> NetworkMode:
+    """Return the network of a sandbox: something open needs one, and one may be asked for."""
+    return asked if mechanisms.reach(compiled.net).closed else "nat"
+
+
+def _nothing_given() -> InvalidArgument:
+    return InvalidArgument("policy: give policy or network_rules", field="policy")
+
+
+def _granted(account: Account, strict: bool) -> Account:
+    if strict and account.notes:
+        require_all(account.rows)
+    return account
+
+
+def _digest(*content: object) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(content)).digest()
