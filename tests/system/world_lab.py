@@ -29,7 +29,11 @@ RESOLVER = "192.0.2.53"  # the one that `daemon.Daemon` configures
 
 
 class World:
-    """The two namespaces, a DNS server, and TCP servers that say who called."""
+    """The two namespaces, a DNS server, and TCP servers that say who called.
+
+    `asked` are the names that the DNS server was asked for, those of other types than A and AAAA
+    with their type: ``leak.example TXT``.
+    """
 
     def __init__(self) -> None:
         self.host, self.world = fastpath.make_netns(), fastpath.make_netns()
@@ -39,9 +43,9 @@ class World:
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._connect()
-        udp = datagrams(self.world, RESOLVER, 53)
-        self._sockets.append(udp)
-        self._run(lambda: self._answer(udp))
+        udp, tcp = datagrams(self.world, RESOLVER, 53), listen(self.world, RESOLVER, 53)
+        self._sockets += [udp, tcp]
+        self._run(lambda: self._resolve(udp, tcp))
 
     def _connect(self) -> None:
         home = netns.open_current()
@@ -84,27 +88,35 @@ class World:
         thread.start()
         self._threads.append(thread)
 
-    def _answer(self, udp: socket.socket) -> None:
+    def _resolve(self, udp: socket.socket, tcp: socket.socket) -> None:
         while True:
-            ready, _, _ = select.select([udp, self._closing], [], [])
+            ready, _, _ = select.select([udp, tcp, self._closing], [], [])
             if self._closing in ready:
                 return
-            wire, peer = udp.recvfrom(4096)
-            query = dns.message.from_wire(wire)
-            question = query.question[0]
-            name = question.name.to_text().lower().rstrip(".")
-            self.asked.append(name)
-            reply = dns.message.make_response(query, recursion_available=True)
-            kind = {dns.rdatatype.A: ".", dns.rdatatype.AAAA: ":"}.get(question.rdtype, "?")
-            found = [each for each in self.names.get(name, []) if kind in each]
-            if name not in self.names:
-                reply.set_rcode(dns.rcode.NXDOMAIN)
-            if found:
-                rdtype = dns.rdatatype.to_text(question.rdtype)
-                reply.answer.append(
-                    dns.rrset.from_text_list(question.name, 60, "IN", rdtype, found)
-                )
-            udp.sendto(reply.to_wire(), peer)
+            if udp in ready:
+                wire, peer = udp.recvfrom(4096)
+                udp.sendto(self._answer(wire), peer)
+            if tcp in ready:
+                connection, _ = tcp.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(1)
+                    answer = self._answer(connection.recv(4096)[2:])
+                    connection.sendall(len(answer).to_bytes(2, "big") + answer)
+
+    def _answer(self, wire: bytes) -> bytes:
+        query = dns.message.from_wire(wire)
+        question = query.question[0]
+        name = question.name.to_text().lower().rstrip(".")
+        rdtype = dns.rdatatype.to_text(question.rdtype)
+        kind = {"A": ".", "AAAA": ":"}.get(rdtype)
+        self.asked.append(name if kind else f"{name} {rdtype}")
+        reply = dns.message.make_response(query, recursion_available=True)
+        if name not in self.names:
+            reply.set_rcode(dns.rcode.NXDOMAIN)
+        found = [each for each in self.names.get(name, []) if kind and kind in each]
+        if found:
+            reply.answer.append(dns.rrset.from_text_list(question.name, 60, "IN", rdtype, found))
+        return reply.to_wire()
 
     def _echo(self, server: socket.socket) -> None:
         clients: list[socket.socket] = []

@@ -330,7 +330,7 @@ def _access(holding: Holding) -> Access:
         ipaddress.ip_address(text) for text in (attachment.address, attachment.address6) if text
     )
     if policy is None:
-        return Access(table=compile_table(OPEN), dns_only=False, own=own)
+        return Access(table=compile_table(OPEN), dns_only=False, own=own, raw=True)
     return Access(table=compile_table(policy), dns_only=not opens_dns(policy), own=own)
 
 

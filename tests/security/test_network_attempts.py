@@ -1,0 +1,232 @@
+"""Every attempt of `network_attempts` against a policy, and without one to see that it is real.
+
+What counts is what arrives in the world, read from the wire: a call that reports an error and sends
+its packet all the same has got through. Attempts that end inside the sandbox count by outcome.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from libdsec import DSecClient, DSecContainerRunArgs
+from tests.security.conftest import LIMITS
+from tests.system.compat.debian import IMAGE, build, lend
+from tests.system.daemon import daemon
+from tests.system.network_lab import in_namespace
+from tests.system.world_lab import World, world
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+_HERE = Path(__file__).parent
+_SCRIPT = _HERE / "network_attempts.py"
+ATTEMPTS = [
+    node.name
+    for node in ast.parse(_SCRIPT.read_text()).body
+    if isinstance(node, ast.FunctionDef)
+    and any(isinstance(each, ast.Name) and each.id == "attempt" for each in node.decorator_list)
+]
+POLICY: dict[str, Any] = {
+    "network": {
+        "rules": [
+            {"allow": "good.example", "private": True, "ports": [80]},
+            {"allow": "rebind.example", "private": True},
+            {"allow": "inside.example"},
+        ]
+    }
+}
+# Refused by the platform or the kernel in every sandbox, with rules or without: why
+REFUSED = {
+    "tcp_from_another_address": "what leaves with a foreign source is dropped by the firewall",
+    "tcp_transparent": "needs a capability over the namespace, which the host owns",
+    "tcp_with_a_mark": "needs a capability over the namespace, which the host owns",
+    "tcp_by_a_source_route": "kernels drop what is source routed",
+    "sctp_connect": "no module is loaded for a sandbox", "sctp_datagram": "the same",
+    "dccp_connect": "the same", "udp_encapsulating": "the host's firewall passes no such packet",
+    "udplite_sendto": "the firewall passes what it can masquerade",
+    "udp_broadcast": "there is nobody on the link", "udp_multicast": "no multicast is routed",
+    "udp_not_checked_for_errors": "there is no neighbour on the link but the gateway",
+    "raw_icmp": "raw sockets need a capability over the namespace", "raw_ip": "the same",
+    "raw_tunnel": "the same", "raw_gre": "the same", "raw6_with_extension_headers": "the same",
+    "packet_socket": "the filter of calls knows no such family",
+    "packet_socket_in_disguise": "the same", "xdp_socket": "the same",
+    "vsock_to_the_host": "the same", "kernel_crypto_socket": "the same",
+    "tunnel_device": "there is no such device", "device_node_of_a_tunnel": "no nodes are made",
+    "connect_by_io_uring": "the filter of calls", "a_network_namespace_of_its_own": "the same",
+    "a_user_and_network_namespace": "the same", "the_programs_by_bpf": "the same",
+    "the_namespace_of_init": "init is of another user", "a_socket_of_init": "the same",
+    "the_descriptors_of_init": "the same", "a_route_of_its_own": "the host owns the namespace",
+    "an_interface_of_its_own": "the same", "closing_sockets_of_the_resolver": "the same",
+    "the_pins_of_the_programs": "no such mount in a user namespace",
+    "the_cgroup_of_another": "the same", "a_listener_that_answers": "nobody outside gets in",
+    "the_metadata_service": "the host's firewall", "the_gateway": "it is nobody's address",
+    "rebinding_to_the_metadata_service": "the host's firewall",
+    "an_address_of_the_host": "the host's firewall",
+    "loopback_of_the_host": "loopback is the sandbox's own",
+}  # fmt: skip
+# Attempts that succeed without a packet: by what they return
+BY_OUTCOME = {
+    "packet_socket_in_disguise", "xdp_socket", "vsock_to_the_host", "kernel_crypto_socket",
+    "tunnel_device", "device_node_of_a_tunnel", "connect_by_io_uring",
+    "a_network_namespace_of_its_own", "a_user_and_network_namespace", "the_namespace_of_init",
+    "taking_the_place_of_the_resolver", "a_route_of_its_own", "an_interface_of_its_own",
+    "closing_sockets_of_the_resolver",
+    "the_programs_by_bpf", "the_pins_of_the_programs", "the_cgroup_of_another",
+    "a_socket_of_init", "the_descriptors_of_init", "a_listener_that_answers",
+    "an_address_of_the_host", "loopback_of_the_host", "the_gateway",
+}  # fmt: skip
+# Where an attempt is seen, when not at the addresses of its own
+SEEN_AT = {
+    "tcp_to_another_port_of_an_allowed_address": ("203.0.113.10", 8100),
+    "rebinding_to_the_metadata_service": ("169.254.169.254", 80),
+    "rebinding_to_a_private_address": ("10.99.0.1", 80),
+    "the_metadata_service": ("169.254.169.254", 80),
+    "udp_broadcast": ("255.255.255.255", 80),
+    "udp_multicast": ("239.1.2.3", 80),
+}
+ASKED_FOR = {
+    "data_in_the_labels_of_a_name": "61" * 20 + ".leak.example",
+    "data_in_a_text_record": "leak.example TXT",
+    "data_by_tcp": "secret.leak.example",
+    "a_text_record_of_an_allowed_name": "good.example TXT",
+    "a_zone_transfer": "zone.leak.example AXFR",
+    "the_host_s_resolver": "direct.leak.example",
+}
+
+
+class Ran(msgspec.Struct):
+    """What one sandbox did: outcomes by attempt, (address, port) on the wire, names asked for."""
+
+    outcomes: dict[str, str]
+    wire: set[tuple[str, int]]
+    asked: set[str]
+
+    def succeeded(self, name: str) -> bool:
+        if name in BY_OUTCOME and self.outcomes[name] == "ok":
+            return True
+        if name in ASKED_FOR:
+            return ASKED_FOR[name] in self.asked
+        if name in SEEN_AT:
+            return SEEN_AT[name] in self.wire
+        number = 100 + ATTEMPTS.index(name)
+        v4 = f"203.0.113.{number}"
+        packed = socket.inet_aton(v4).hex()
+        mine = {v4, f"2600:db8::{number:x}", f"64:ff9b::{packed[:4]}:{packed[4:]}"}
+        mine.add(f"2002:{packed[:4]}:{packed[4:]}::1")
+        return any(address in mine for address, _ in self.wire)
+
+
+class Wire:
+    """All that reaches the world's interface."""
+
+    def __init__(self, internet: World) -> None:
+        def opened() -> socket.socket:
+            made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+            made.bind(("w0", 0))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
+            made.setblocking(False)
+            return made
+
+        self.socket = in_namespace(internet.world, opened)
+
+    def read(self) -> set[tuple[str, int]]:
+        """Return (destination, port) of what was received since the last time."""
+        found = set()
+        while True:
+            try:
+                frame, address = self.socket.recvfrom(65536)
+            except BlockingIOError:
+                return found
+            if address[2] != socket.PACKET_OUTGOING:
+                found.add(_destination(frame))
+
+
+def _destination(frame: bytes) -> tuple[str, int]:
+    (kind,) = struct.unpack_from("!H", frame, 12)
+    body = frame[14:]
+    if kind == 0x0800:
+        head, protocol = (body[0] & 15) * 4, body[9]
+        target = socket.inet_ntop(socket.AF_INET, body[16:20])
+    elif kind == 0x86DD:
+        head, protocol = 40, body[6]
+        target = socket.inet_ntop(socket.AF_INET6, body[24:40])
+    else:
+        return f"type {kind:x}", 0
+    ported = protocol in (6, 17, 33, 132, 136) and len(body) >= head + 4
+    return target, struct.unpack_from("!H", body, head + 2)[0] if ported else 0
+
+
+async def run(
+    client: DSecClient, internet: World, wire: Wire, policy: dict[str, Any] | None
+) -> Ran:
+    args = DSecContainerRunArgs(container_image=IMAGE, network="nat", policy=policy, **LIMITS)
+    sandbox = await client.run_container(args, timeout=60)
+    for name in ("kit.py", "network_attempts.py"):
+        await sandbox.files.write(f"/attack/{name}", (_HERE / name).read_text())
+    wire.read()
+    internet.asked.clear()
+    done = await sandbox.run("python3", "/attack/network_attempts.py", timeout=110)
+    assert done.ok, done.stderr
+    await asyncio.sleep(0.3)
+    outcomes: dict[str, str] = json.loads(done.stdout)
+    found = Ran(outcomes, wire.read(), set(internet.asked))
+    await sandbox.stop()
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both() -> AsyncIterator[tuple[Ran, Ran]]:
+    """The attempts with the policy and without one."""
+    layer = await build()
+    with world() as internet:
+        internet.names = {
+            "good.example": ["203.0.113.10"], "rebind.example": ["169.254.169.254"],
+            "inside.example": ["10.99.0.1"],
+        }  # fmt: skip
+        internet.serve(80)
+        internet.serve(80, 6)
+        internet.serve(8100)
+        wire = Wire(internet)
+        async with daemon(base=False, netns=internet.host) as running:
+            await lend(layer, running.state)
+            async with DSecClient(f"unix:{running.socket}") as client:
+                ruled = await run(client, internet, wire, POLICY)
+                free = await run(client, internet, wire, None)
+        wire.socket.close()
+        yield ruled, free
+
+
+async def test_there_are_as_many_attempts_as_promised() -> None:
+    assert len(ATTEMPTS) >= 80
+    assert set(REFUSED) <= set(ATTEMPTS)
+    assert set(ATTEMPTS) >= BY_OUTCOME
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+async def test_attempt(both: tuple[Ran, Ran], name: str) -> None:
+    ruled, free = both
+    assert not ruled.succeeded(name), f"{name} got through: {ruled.outcomes[name]}"
+    if name not in REFUSED:
+        assert free.succeeded(name), f"{name} fails anyway: {free.outcomes[name]}"
+
+
+async def test_nothing_else_left_the_sandbox(both: tuple[Ran, Ran]) -> None:
+    """But for the names that are allowed and the one port that is open."""
+    ruled, _ = both
+    # neighbour discovery and multicast groups of the host itself
+    beyond = {(a, p) for a, p in ruled.wire if not a.startswith(("type", "ff02:", "fe80:", "224."))}
+    assert beyond <= {("192.0.2.53", 53), ("203.0.113.10", 80), ("2001:db8:1::1", 0)}
+    assert ruled.asked <= {"good.example", "rebind.example", "inside.example"}
