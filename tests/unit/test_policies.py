@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from dsecd.config import Policy as Settings
 from dsecd.engine import policies
 from dsecd.engine.policies import Policies, read
 from dsecd.host import apt
-from dsecd.policy import questions
+from dsecd.policy import catalogue, language, questions
+from dsecd.policy.compile import compile_policy
 from dsecd.policy.mechanisms import NEEDS
+from dsecd.policy.presets import PRESETS
 from libdsec import model
 from libdsec.errors import InvalidArgument, Unsupported
 from libdsec.model import DSecContainerRunArgs
@@ -317,3 +320,18 @@ async def test_check_and_test() -> None:
         assert (answers[1].because, answers[1].table) == ([], "network")
         with pytest.raises(InvalidArgument, match="none of tcp"):
             await client.call("policy.test", model.PolicyTest(policy="swe", questions=["fly me"]))
+
+
+# --- the documentation
+
+
+def test_the_examples_of_the_documentation_are_good() -> None:
+    text = (Path(__file__).parents[2] / "docs/policy.md").read_text()
+    example, services = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    found = compile_policy(language.from_toml(example))
+    assert questions.ask(found, ["name", "huggingface.co"]).verdict == "allow"
+    assert set(catalogue.parse(services)) == {"inside"}
+    for name in PRESETS:
+        assert f"| `{name}` |" in text
+    for mechanism in NEEDS:
+        assert f"| `{mechanism}` |" in text

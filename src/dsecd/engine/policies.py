@@ -116,9 +116,9 @@ def host_catalogue(path: str) -> Catalogue:
     shipped = catalogue.shipped()
     mirrors = [host for host in apt.hosts() if _is_domain(host)]
     shipped = catalogue.with_mirrors(shipped, "debian", mirrors)
-    return (
-        {**shipped, **catalogue.parse(_text(path, "policy.catalogue"), path)} if path else shipped
-    )
+    if not path:
+        return shipped
+    return {**shipped, **catalogue.parse(_text(path, "policy.catalogue"), path)}
 
 
 def _is_domain(host: str) -> bool:
@@ -201,18 +201,12 @@ class Policies:
 
         What its files and system calls are closed by was applied when it was made.
         """
-        wanted = read(given)
-        if wanted is None:
-            raise _nothing_given()
-        before = Policy() if present is None else present.source.policy
-        applied = self._applied("nat") if present is None else present.source.mechanisms
-        policy = update.with_network(before, wanted)
-        make = functools.partial(self._make, policy, self._services, "nat", applied, updated=True)
-        key = _digest("updated", policy, applied)
-        account = self._kept(key) or await self._beside(key, make)
-        granted = _granted(account, strict)
-        assert granted is not None
-        return granted
+        former = b"" if present is None else present.packed
+        key = _digest(former, given.policy, given.network_rules)
+        account = self._kept(key) or await self._beside(
+            key, lambda: self._make_changed(present, given)
+        )
+        return _granted(account, strict)
 
     def restored(self, packed: bytes) -> Account:
         """Return what was journalled. Raises `InvalidArgument` if this version cannot read it."""
@@ -224,9 +218,8 @@ class Policies:
             source = msgspec.msgpack.decode(packed, type=Source)
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"policy: made by another version: {error}") from error
-        made = self._make(
-            source.policy, source.services, source.network, source.mechanisms, source.updated
-        )
+        applied = tuple(name for name in source.mechanisms if name in mechanisms.NEEDS)
+        made = self._make(source.policy, source.services, source.network, applied, source.updated)
         return self._keep(key, made)
 
     # --- making and keeping
@@ -266,6 +259,15 @@ class Policies:
         policy = read(asked) or self._default
         assert policy is not None
         return self._make(policy, self._services, asked.network)
+
+    def _make_changed(self, present: Account | None, given: Given) -> Account:
+        wanted = read(given)
+        if wanted is None:
+            raise _nothing_given()
+        before = Policy() if present is None else present.source.policy
+        applied = self._applied("nat") if present is None else present.source.mechanisms
+        policy = update.with_network(before, wanted)
+        return self._make(policy, self._services, "nat", applied, updated=True)
 
     def _make(
         self,

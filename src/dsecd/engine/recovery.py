@@ -118,7 +118,7 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     instance = await manager.backend.recover(handle)
     if instance is None:
         return False
-    sandbox = _sandbox(manager, row)
+    sandbox = _sandbox(manager, row, _account(manager, row))
     sandbox.handle, sandbox.channel = instance.handle, instance.channel
     sandbox.address, sandbox.address6 = row.address, row.address6
     sandbox.state = "running"
@@ -143,9 +143,8 @@ def _remember(manager: Manager, row: Row) -> None:
     manager.adopt(sandbox)
 
 
-def _sandbox(manager: Manager, row: Row) -> Sandbox:
+def _sandbox(manager: Manager, row: Row, account: Account | None = None) -> Sandbox:
     now = asyncio.get_running_loop().time()
-    account = _account(manager, row)
     spec = compile_spec(row.id, row.args, account)
     sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
     sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
