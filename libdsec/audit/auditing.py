@@ -15,11 +15,10 @@ from libdsec.audit.places import Places
 from libdsec.audit.report import Finding, Report, Wanted, ranked, shortened
 from libdsec.audit.source import Bounds, Source
 from libdsec.audit.tree import Agent, Entry, Tree
-from libdsec.errors import InvalidArgument
+from libdsec.errors import InvalidArgument, WrongState
 from libdsec.model import ImageConfig, SandboxInfo
 from libdsec.sandbox import Sandbox
 
-MAX_TOKEN_FILES = 4000  # files without a telling name in which to look for tokens
 _HEXADECIMAL = frozenset("0123456789abcdef")
 
 
@@ -41,6 +40,8 @@ async def audit(
     wanted = wanted or Wanted()
     _check(wanted)
     info = await sandbox.get_info()
+    if info.state != "running":
+        raise WrongState(f"sandbox {info.id} is {info.state}; only one that runs can be audited")
     source = Source(sandbox.files, bounds or Bounds())
     agent = await source.agent()
     hidden, fixed = _protected(info)
@@ -58,7 +59,7 @@ async def audit(
     name = target or sandbox.id
     return Report(
         target=name, agent=_who(agent), findings=kept, policy=proposal.policy(name, findings),
-        limits=(*source.limits, *cut), entries=len(tree), read_bytes=source.read_bytes,
+        limits=source.limits, omitted=cut, entries=len(tree), read_bytes=source.read_bytes,
     )  # fmt: skip
 
 
@@ -121,8 +122,7 @@ def _telling(tree: Tree, places: Places) -> Iterator[tuple[str, int]]:
         elif secrets.may_hold_tokens(entry, places):
             rest.append(entry)
     rest.sort(key=lambda entry: (entry.path.count("/"), entry.size))
-    for entry in rest[:MAX_TOKEN_FILES]:
-        yield entry.path, entry.size
+    yield from ((entry.path, entry.size) for entry in rest)
 
 
 def _workdir(info: SandboxInfo, config: ImageConfig | None) -> str:

@@ -71,14 +71,15 @@ def _beyond(
     if not names:
         return
     commits = repository.objects.commits
+    count = "1 commit" if len(names) == 1 else f"{len(names)} commits"
     newest = sorted((commits[name] for name in names), key=lambda one: (-one.time, one.name))
     if names & later:
         risk: Risk = "critical"
-        reason = f"{len(names)} commits on top of HEAD by {origin}: the next one is likely the fix"
+        reason = f"{count} on top of HEAD by {origin}: the next one is likely the fix"
     elif newest[0].time > commits[head].time:
-        risk, reason = "high", f"{len(names)} commits later than HEAD by {origin}"
+        risk, reason = "high", f"{count} later than HEAD by {origin}"
     else:
-        risk, reason = "low", f"{len(names)} commits that HEAD does not have by {origin}"
+        risk, reason = "low", f"{count} that HEAD does not have by {origin}"
     yield _finding(repository, risk, reason, _told(newest, ""))
 
 

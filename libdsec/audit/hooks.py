@@ -62,11 +62,11 @@ def find(
     for entry in tree:
         if entry.type == "file":
             yield from _file(entry, tree, places, judged)
-        elif entry.type == "dir" and entry.path.endswith("/node_modules/.hooks"):
+        elif entry.path.endswith("/node_modules/.hooks") and tree.writable(entry):
             yield _hook("medium", entry, "npm runs these at every install")
     for path, content in contents.items():
-        entry = tree.get(path)
-        if entry is not None and tree.writable(entry):
+        read = tree.get(path)
+        if read is not None and tree.writable(read):
             yield from _content(path, content)
     yield from _environment(env)
 

@@ -31,7 +31,7 @@ _TEST_FILE = re.compile(
 )
 _LEFTOVER = re.compile(
     r"(?P<half>.+\.(rej|orig))|(?P<editor>\..+\.sw[op]|.+~|.+\.bak)"
-    r"|(?P<result>junit.*\.xml|test[_-]?(results?|report|output).*|\.pytest_cache|lastfailed"
+    r"|(?P<result>junit.*\.xml|test[_-]?(results?|reports?|output)(\.(xml|json|html|txt|csv))?|\.pytest_cache|lastfailed"
     r"|.+\.log(\.\d+)?|nohup\.out|\.coverage)",
     re.DOTALL,
 )
@@ -90,8 +90,8 @@ def _named(entry: Entry, tree: Tree, places: Places) -> Finding | None:
         return _answer(entry, risk, "named like the answer, and the agent can read it")
     if _GRADER.fullmatch(name):
         return _grader(entry, tree)
-    if entry.type == "dir":
-        return _tests(entry, tree) if name in TEST_DIRECTORIES else None
+    if entry.type == "dir" and name in TEST_DIRECTORIES:
+        return _tests(entry, tree)
     if _PERHAPS.fullmatch(name):
         weak: Risk = "low" if places.fixture(entry.path) else "medium"
         return _answer(entry, weak, "may hold expected results or the fix, and the agent reads it")

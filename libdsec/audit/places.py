@@ -33,7 +33,7 @@ class Places:
 
     def of_task(self, path: str) -> bool:
         """Say whether `path` is neither the system's nor in an installed package."""
-        directory = posixpath.dirname(path)
+        directory = path.rpartition("/")[0] or "/"
         known = self._of_task.get(directory)
         if known is None:
             known = self._of_task[directory] = self._judge(directory)

@@ -17,9 +17,9 @@ def policy(target: str, findings: Iterable[Finding]) -> str:
     """Return the text of a policy; `findings` come the riskiest first.
 
     Network sealed, answers hidden, what the grader relies on read-only. What a policy cannot help
-    against is listed as a comment.
+    against is listed as a comment; low risks are left to the reader, who knows what the work needs.
     """
-    known = list(findings)
+    known = [found for found in findings if found.risk != "low"]
     hidden = _paths(known, "hide", ())
     fixed = _paths(known, "read-only", hidden)
     lines = [
@@ -31,7 +31,7 @@ def policy(target: str, findings: Iterable[Finding]) -> str:
         lines += ["", "[files]", "hide = [", *_items(hidden), "]"]
     if fixed:
         lines += ["", "[[files.rules]]", "paths = [", *_items(fixed), "]", 'deny = ["write"]']
-    rest = [found for found in known if not found.remedy and found.risk != "low"]
+    rest = [found for found in known if not found.remedy]
     if rest:
         lines += ["", "# Not for a policy to mend:"]
         lines += [f"# - {shown(found.path)}: {shown(found.reason)}" for found in rest[:MAX_PATHS]]

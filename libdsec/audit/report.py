@@ -46,7 +46,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Findings, the riskiest first, and a policy (TOML) against them.
 
-    `limits` say what the audit did not look at. `entries` and `read_bytes` are what it did.
+    `limits` say what the audit did not look at: what lies there is not known. `entries` and
+    `read_bytes` are what it did look at. `omitted` counts findings that are left out.
     """
 
     target: str
@@ -54,6 +55,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     policy: str
     limits: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     entries: int = 0
     read_bytes: int = 0
 
@@ -108,4 +110,4 @@ def _shown(letter: str) -> str:
     code = ord(letter)
     if 0xDC80 <= code <= 0xDCFF:  # a byte that is no UTF-8
         return f"\\x{code - 0xDC00:02x}"
-    return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(letter) or f"\\U{code:08x}"
+    return letter.encode("unicode_escape").decode()

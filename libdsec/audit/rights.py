@@ -35,7 +35,7 @@ def find(tree: Tree, wanted: Wanted, path: str) -> Iterator[Finding]:
         return
     for entry in tree:
         if entry.type == "file" and entry.mode & SETUID and entry.uid != tree.agent.uid:
-            yield from _setuid(entry)
+            yield from _setuid(entry, tree)
         elif entry.type in ("file", "dir") and within(entry.path, _TRUSTED):
             yield from _misplaced(entry, tree)
 
@@ -95,8 +95,8 @@ def _plantable(directory: str, tree: Tree) -> bool:
     return tree.writable(entry)
 
 
-def _setuid(entry: Entry) -> Iterator[Finding]:
-    if entry.name not in _KNOWN_SETUID and entry.uid == 0 and entry.mode & 0o111:
+def _setuid(entry: Entry, tree: Tree) -> Iterator[Finding]:
+    if entry.name not in _KNOWN_SETUID and entry.uid == 0 and tree.executable(entry):
         yield Finding(
             risk="high", kind="setuid", path=entry.path, remedy="hide",
             reason="runs as root for whoever starts it, and is none of the usual ones: "

@@ -36,7 +36,7 @@ _TEXT = re.compile(
 # are hostile: no form may take more than linear time.
 _TOKENS = (
     ("private key", rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"
-                    rb"(?P<secret>\s*[^-\s]+)"),
+                    rb"\s*(?:Proc-Type: [^\n]{1,99}\n)?(?P<secret>[A-Za-z0-9+/=]{16,80})"),
     ("AWS access key", rb"\b(?P<secret>(?:AKIA|ASIA)[A-Z2-7]{16})\b"),
     ("AWS secret key", rb"(?i)aws_secret_access_key\W{1,5}(?P<secret>[A-Za-z0-9/+=]{40})\b"),
     ("GitHub token", rb"\b(?P<secret>gh[pousr]_[A-Za-z0-9]{36,255}|github_pat_\w{40,255})\b"),
@@ -56,7 +56,7 @@ _TOKENS = (
 )  # fmt: skip
 # only in files of `_WHERE`: elsewhere these words are code
 _ASSIGNED = (
-    ("password", rb"(?im)^[ \t]{0,64}(?:password|passwd|pwd|machine\s+\S+\s+login\s+\S+\s+password)"
+    ("password", rb"(?im)^[ \t]{0,64}(?:password|passwd|machine\s+\S+\s+login\s+\S+\s+password)"
                  rb"[\s=:]+(?P<secret>[^\s#]{3,128})"),
     ("Docker login", rb'"(?:auth|identitytoken)"\s*:\s*"(?P<secret>[^"]{8,4096})"'),
     ("Kubernetes login", rb"(?m)^[ \t]{0,64}(?:token|client-key-data|password):\s*"
@@ -68,7 +68,7 @@ _ASSIGNED = (
     ("token", rb"\A\s*(?P<secret>[\w.-]{20,4096})\s*\Z"),
 )  # fmt: skip
 _PLACEHOLDER = re.compile(
-    rb"(?i)^(?:x{3,}|\*+|\.{3,}|<.*|your.*|change[_-]?me.*|example.*|placeholder.*|dummy.*|test"
+    rb"(?i)^(?:x{3,}|\*+|\.{3,}|\$.*|<.*|your.*|change[_-]?me.*|example.*|placeholder.*|dummy.*|test"
     rb"|none|null|true|false|password|pass|secret|user|username|token|redacted.*)$"
 )
 _PUBLIC = (b"AKIAIOSFODNN7EXAMPLE", b"wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")  # in AWS's manual

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import tempfile
 import time
@@ -24,6 +25,7 @@ T = TypeVar("T")
 ROOT = "0:0"  # the audit sees all; what the agent may is judged from the modes
 _KERNEL = frozenset({"/proc", "/sys", "/dev"})  # as the platform makes them
 _AT_ONCE = 32  # calls; each is a process in the sandbox for its time
+_ENDED = os.strerror(errno.ESRCH)  # of a process in /proc
 _MAX_PROCESSES = 256
 _MAX_ENVIRONMENT = 64 << 10  # bytes
 _ONE_S = 30.0  # for one answer
@@ -37,7 +39,7 @@ class Bounds:
 
     seconds: float = 300.0
     entries: int = 2_000_000
-    files: int = 30_000
+    files: int = 20_000
     content_bytes: int = 256 << 20
     pack_bytes: int = 1 << 30
 
@@ -83,7 +85,6 @@ class Source:
         """Return the variables of the processes that run."""
         listed = await self._within_time(lambda: self._files.list("/proc", user=ROOT), "/proc")
         pids = [entry.name for entry in listed or () if entry.name.isdecimal()][:_MAX_PROCESSES]
-        # those of root's own, or of others in its namespace; what may not be seen is left out
         texts = await asyncio.gather(*(self._variables(pid) for pid in pids))
         return {name: value for text in texts for name, value in text}
 
@@ -184,5 +185,6 @@ class Source:
         except NotFound:
             pass  # gone since it was listed
         except DSecError as error:
-            self.miss(what, f"{path} ({error.message})")
+            if not error.message.endswith(_ENDED):
+                self.miss(what, f"{path} ({error.message})")
         return None

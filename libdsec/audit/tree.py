@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from libdsec.audit.patterns import Pattern
 from libdsec.model import FileType
 
-READ, WRITE, SEARCH = 4, 2, 1
+READ, WRITE, SEARCH, EXECUTE = 4, 2, 1, 1
 STICKY, SETUID = 0o1000, 0o4000
 _MAX_LINKS = 40  # as the kernel
 
@@ -131,6 +131,10 @@ class Tree:
     def readable(self, entry: Entry) -> bool:
         """Say whether the agent can read the file, or list the directory."""
         return self._may(entry, READ) and not _covered(entry, self._hidden)
+
+    def executable(self, entry: Entry) -> bool:
+        """Say whether the agent can run the file."""
+        return self._may(entry, EXECUTE) and not _covered(entry, self._hidden)
 
     def writable(self, entry: Entry) -> bool:
         """Say whether the agent can change the content, or put another file in its place."""

@@ -33,8 +33,9 @@ from libdsec.model import ImageConfig
 )  # fmt: skip
 @click.option("--fix-commit", default="", metavar="SHA", help="The commit that solves the task.")
 @click.option(
-    "--fail-on", type=click.Choice(RISKS), help="Exit 1 when something of this risk is found."
-)
+    "--fail-on", type=click.Choice(RISKS),
+    help="Exit 1 when something of this risk is found, or some place could not be looked at.",
+)  # fmt: skip
 @json_option
 @connected
 async def audit(
@@ -66,7 +67,7 @@ async def audit(
         output.json(report)
     else:
         _print(report)
-    return 1 if fail_on and report.at_least(fail_on) else 0
+    return 1 if fail_on and (report.at_least(fail_on) or report.limits) else 0
 
 
 @contextlib.asynccontextmanager
@@ -116,7 +117,7 @@ def _print(report: Report) -> None:
         )
         click.echo()
         output.show(output.table(("RISK", "KIND", "PATH", "WHY"), rows))
-    for limit in report.limits:
+    for limit in (*report.limits, *report.omitted):
         click.echo(f"note: {shown(limit)}", err=True)
     click.echo(f"\n{report.policy}", nl=False)
 
