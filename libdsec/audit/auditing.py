@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -16,7 +15,7 @@ from libdsec.audit.report import Finding, Report, Wanted, ranked, shortened
 from libdsec.audit.source import Bounds, Source
 from libdsec.audit.tree import Agent, Entry, Tree
 from libdsec.errors import InvalidArgument, WrongState
-from libdsec.model import ImageConfig, SandboxInfo
+from libdsec.model import ImageConfig, SandboxInfo, SandboxPolicy
 from libdsec.sandbox import Sandbox
 
 _HEXADECIMAL = frozenset("0123456789abcdef")
@@ -44,7 +43,8 @@ async def audit(
         raise WrongState(f"sandbox {info.id} is {info.state}; only one that runs can be audited")
     source = Source(sandbox.files, bounds or Bounds())
     agent = await source.agent()
-    hidden, fixed = _protected(info)
+    in_force = await sandbox.policy()
+    hidden, fixed = _protected(in_force)
     tree = Tree(await source.walk(), agent, hidden, fixed)
     places = Places(_workdir(info, config))
     contents = await source.read_all(_telling(tree, places))
@@ -54,11 +54,12 @@ async def audit(
     found = await asyncio.to_thread(
         lambda: list(judged(tree, places, wanted, contents, env, repositories))
     )
-    findings = ranked([*services, *running.network(info), *found])
+    findings = ranked([*services, *running.network(info.id, in_force), *found])
     kept, cut = shortened(findings)
     name = target or sandbox.id
+    policy = proposal.policy(name, findings, hooks.guarded(places, wanted))
     return Report(
-        target=name, agent=_who(agent), findings=kept, policy=proposal.policy(name, findings),
+        target=name, agent=_who(agent), findings=kept, policy=policy,
         limits=source.limits, omitted=cut, entries=len(tree), read_bytes=source.read_bytes,
     )  # fmt: skip
 
@@ -94,12 +95,18 @@ def _check(wanted: Wanted) -> None:
         )
 
 
-def _protected(info: SandboxInfo) -> tuple[list[Pattern], list[Pattern]]:
-    """Return what the sandbox's own policy hides, and what it denies to write."""
-    policy = info.args.policy if info.args else None
-    files = policy.get("files", {}) if isinstance(policy, dict) else {}
-    denied = [rule["paths"] for rule in files.get("rules", ()) if "write" in rule.get("deny", ())]
-    return _patterns(files.get("hide", ())), _patterns(itertools.chain.from_iterable(denied))
+def _protected(in_force: SandboxPolicy) -> tuple[list[Pattern], list[Pattern]]:
+    """Return what the sandbox's own policy hides and denies to write, as far as it is enforced."""
+    files = (in_force.policy or {}).get("files", {})
+    weak = {row.place for row in in_force.rows if row.state != "enforced" and not row.layer}
+    hidden = (t for at, t in enumerate(files.get("hide", ())) if f"files.hide[{at}]" not in weak)
+    fixed = (
+        path
+        for at, rule in enumerate(files.get("rules", ()))
+        if "write" in rule.get("deny", ()) and f"files.rules[{at}]" not in weak
+        for path in rule["paths"]
+    )
+    return _patterns(hidden), _patterns(fixed)
 
 
 def _patterns(texts: Iterable[str]) -> list[Pattern]:

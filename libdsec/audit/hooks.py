@@ -61,7 +61,8 @@ def find(
     judged = set(_judged_directories(places, wanted))
     for entry in tree:
         if entry.type == "file":
-            yield from _file(entry, tree, places, judged)
+            near = entry.parent in judged or within(entry.parent, wanted.grader)
+            yield from _file(entry, tree, places, near)
         elif entry.path.endswith("/node_modules/.hooks") and tree.writable(entry):
             yield _hook("medium", entry, "npm runs these at every install")
     for path, content in contents.items():
@@ -71,17 +72,20 @@ def find(
     yield from _environment(env)
 
 
+def guarded(places: Places, wanted: Wanted) -> list[str]:
+    """Return the hooks that pytest would import for the grader's paths, if they were there."""
+    directories = dict.fromkeys(_judged_directories(places, wanted))
+    return [posixpath.join(directory, "conftest.py") for directory in directories]
+
+
 def _judged_directories(places: Places, wanted: Wanted) -> Iterator[str]:
-    """Yield the directories whose conftest.py and settings a runner of the grader's paths reads."""
+    """Yield the directories above the grader's paths: a runner reads what is meant for it there."""
     for path in wanted.grader:
-        yield path
         yield from above(path, places.workdir)
 
 
-def _file(entry: Entry, tree: Tree, places: Places, judged: set[str]) -> Iterator[Finding]:
-    directory = entry.parent
+def _file(entry: Entry, tree: Tree, places: Places, near: bool) -> Iterator[Finding]:
     if entry.name == "conftest.py" and places.of_task(entry.path) and tree.writable(entry):
-        near = within(directory, judged)
         yield _hook(
             "high" if near else "medium", entry,
             "pytest runs it before any test: the agent can make it report every test as passed",
@@ -91,16 +95,16 @@ def _file(entry: Entry, tree: Tree, places: Places, judged: set[str]) -> Iterato
         reason = "every Python imports it at its start, that of the grader too"
         yield _hook("high" if own else "low", entry, reason)
     elif _RUNNER.fullmatch(entry.name) and tree.writable(entry):
-        if directory in judged:
+        if near:
             yield _hook("medium", entry, "it tells the runner of the grader what to run, and how")
-        elif directory == places.workdir and places.of_task(entry.path):
+        elif entry.parent == places.workdir and places.of_task(entry.path):
             yield _hook("low", entry, "it tells a runner of tests what to run, and how")
-    elif entry.name in _SHELL_START and _in_home(directory) and tree.writable(entry):
+    elif entry.name in _SHELL_START and _in_home(entry.parent) and tree.writable(entry):
         yield Finding(
             risk="low", kind="hook", path=entry.path,
             reason="a shell of this user runs it: grade with verify, or as another user",
         )  # fmt: skip
-    elif _git_hook(entry, tree):
+    elif _git_hook(entry, tree) and tree.writable(entry):
         yield _hook("high", entry, "git runs it, for whoever uses git here, the grader too")
 
 

@@ -74,13 +74,20 @@ def _said(entry: Entry, mine: list[Pattern]) -> Finding | None:
 
 
 def _judge(entry: Entry, tree: Tree, places: Places, wanted: Wanted) -> Finding | None:
-    if entry.type not in ("file", "dir") or within(entry.path, wanted.grader):
+    if entry.type not in ("file", "dir"):
         return None
     if entry.type == "dir" and entry.path.endswith(_CACHES):
         return _cache(entry, tree)
     if not places.of_task(entry.path) or (entry.type == "file" and not entry.size):
         return None
-    return _named(entry, tree, places)
+    found = _named(entry, tree, places)
+    if (
+        found is not None
+        and found.kind in ("grader", "tests")
+        and within(entry.path, wanted.grader)
+    ):
+        return None  # `rights` says more of it
+    return found
 
 
 def _named(entry: Entry, tree: Tree, places: Places) -> Finding | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from libdsec.audit.report import Finding, Remedy, shown
 
@@ -13,15 +13,16 @@ _MAX_WILDCARDS = 8  # in a pattern, as policies have it
 _MAX_BYTES = 4096
 
 
-def policy(target: str, findings: Iterable[Finding]) -> str:
+def policy(target: str, findings: Iterable[Finding], guarded: Iterable[str] = ()) -> str:
     """Return the text of a policy; `findings` come the riskiest first.
 
     Network sealed, answers hidden, what the grader relies on read-only. What a policy cannot help
     against is listed as a comment; low risks are left to the reader, who knows what the work needs.
+    `guarded` are paths that nobody is to make or change, whether they are there or not.
     """
     known = [found for found in findings if found.risk != "low"]
-    hidden = _paths(known, "hide", ())
-    fixed = _paths(known, "read-only", hidden)
+    hidden = _paths(known, "hide")
+    fixed = _paths(known, "read-only", hidden, guarded)
     lines = [
         f"# Proposed by dsec audit for {shown(target)}. Read it before use: what is hidden",
         "# or read-only here is so for the agent's own work, too.",
@@ -38,9 +39,15 @@ def policy(target: str, findings: Iterable[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _paths(findings: Iterable[Finding], remedy: Remedy, covered: Iterable[str]) -> list[str]:
+def _paths(
+    findings: Iterable[Finding],
+    remedy: Remedy,
+    covered: Collection[str] = (),
+    more: Iterable[str] = (),
+) -> list[str]:
     """Return patterns of the paths with this remedy, none beneath another or beneath `covered`."""
     texts = [pattern(found.path) for found in findings if found.remedy == remedy]
+    texts += map(pattern, more)
     found = dict.fromkeys(text for text in texts if text)
     known = {*found, *covered}
     free = (text for text in found if text not in covered and known.isdisjoint(_above(text)))

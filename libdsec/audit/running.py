@@ -10,12 +10,11 @@ from typing import Any
 
 from libdsec.audit.report import Finding, Risk
 from libdsec.audit.tree import Tree
-from libdsec.model import SandboxInfo
+from libdsec.model import SandboxPolicy
 
 _LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp, see proc(5)
 _ACCEPTS = 0x10000  # __SO_ACCEPTCON in /proc/net/unix
 _HOSTING = ("github", "gitlab", "bitbucket", "codeberg", "githubusercontent")
-_UNENFORCED = re.compile(r"\bis (not enforced|partly)\b")  # as the rows of an explanation say it
 _ENGINES = re.compile(r".*/(docker|containerd|podman|crio|buildkitd|dsecd)[^/]*\.sock", re.DOTALL)
 
 
@@ -65,27 +64,22 @@ def _place(text: str) -> str:
     return f"tcp://{host}:{int(port, 16)}"
 
 
-def network(info: SandboxInfo) -> Iterator[Finding]:
-    """Yield what the sandbox's arguments open, and what its host says it does not enforce."""
-    for note in filter(_UNENFORCED.search, info.notes):
-        yield Finding(
-            risk="medium", kind="unenforced", path=info.id, evidence=note[:300],
-            reason="the host says that it does not enforce this",
-        )  # fmt: skip
-    args = info.args
-    if args is None:
+def network(sandbox_id: str, in_force: SandboxPolicy) -> Iterator[Finding]:
+    """Yield what the sandbox's policy opens, and what of it its host does not enforce."""
+    for row in in_force.rows:
+        if row.state != "enforced":
+            why = "; ".join(row.reasons)
+            yield Finding(
+                risk="medium", kind="unenforced", path=sandbox_id,
+                reason="a rule of its policy that the host does not fully enforce: it stands open",
+                evidence=f"{row.place}: {row.verdict} {row.text} is {row.state}: {why}"[:300],
+            )  # fmt: skip
+    if in_force.network == "none":
         return
-    rules = args.network_rules or {}
-    policy = args.policy
-    if policy is None and not rules:
-        if args.network == "nat":
-            yield _open("high", "everything: the agent can fetch the fix and the answers")
-        return
-    if isinstance(policy, str):
-        yield from _preset(policy)
-    elif policy is not None:
-        yield from _policy(policy)
-    yield from _services(rules)
+    if in_force.policy is None:
+        yield _open("high", "everything: the agent can fetch the fix and the answers")
+    else:
+        yield from _policy(in_force.policy)
 
 
 def _preset(name: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from libdsec.audit.places import Places
-from libdsec.audit.report import Finding, Risk
+from libdsec.audit.report import Finding, Remedy, Risk
 from libdsec.audit.tree import Entry, Tree
 
 MAX_CONTENT = 256 << 10  # bytes of a file that are looked at
@@ -118,7 +118,10 @@ def _in_file(path: str, content: bytes, places: Places) -> Iterator[Finding]:
     if found:
         reason = "the agent can use it outside, or with services it can reach; take it out"
         # tests have keys of their own, made for them
-        yield _finding("low" if places.fixture(path) else "high", path, reason, found)
+        risk: Risk = "low" if places.fixture(path) else "high"
+        # without its configuration git does not work, and a source file is there to be read
+        only_that = holds_credentials(path) and not path.endswith("/.git/config")
+        yield _finding(risk, path, reason, found, remedy="hide" if only_that else "")
 
 
 def _first(content: bytes, *, named: bool) -> str:
@@ -131,7 +134,7 @@ def _first(content: bytes, *, named: bool) -> str:
     return ""
 
 
-def _finding(risk: Risk, path: str, reason: str, evidence: str) -> Finding:
+def _finding(risk: Risk, path: str, reason: str, evidence: str, remedy: Remedy = "hide") -> Finding:
     return Finding(
-        risk=risk, kind="credential", path=path, reason=reason, evidence=evidence, remedy="hide"
+        risk=risk, kind="credential", path=path, reason=reason, evidence=evidence, remedy=remedy
     )

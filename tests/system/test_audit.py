@@ -134,14 +134,16 @@ async def test_a_running_sandbox_with_a_service_and_secrets_in_its_environment()
     """
     async with daemon() as d:
         report = await audited(
-            d, script, Wanted(grader=("/tests",)), env={"PATH": "/x:/usr/bin:/bin"}
-        )
+            d, script, Wanted(grader=("/tests",)),
+            env={"PATH": "/x:/usr/bin:/bin"}, network_rules={"github": True},
+        )  # fmt: skip
     found = {(one.kind, one.path): one.risk for one in report.findings}
     assert found["service", "tcp://[::]:8080"] == "medium"
     assert found["credential", "$GH_TOKEN"] == "high"
     assert found["grader", "/tests"] == "high"
     assert found["hook", "/conftest.py"] == "high"
     assert found["path", "/x"] == "medium"
+    assert found["network", "network"] == "high"
     assert report.agent == "root"
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterable, Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +14,13 @@ from hypothesis import strategies as st
 from dsecd.policy.compile import compile_policy
 from dsecd.policy.globs import covers
 from dsecd.policy.language import from_toml
-from libdsec.audit import auditing, proposal, running
+from libdsec.audit import auditing, hooks, proposal, running
 from libdsec.audit.patterns import Pattern
 from libdsec.audit.places import Places
 from libdsec.audit.report import MAX_OF_KIND, Finding, Wanted, ranked, shortened, shown
 from libdsec.audit.tree import Agent, Entry, Tree
 from libdsec.errors import InvalidArgument
-from libdsec.model import DSecContainerRunArgs, SandboxInfo
+from libdsec.model import PolicyRow, SandboxPolicy
 from tests.unit.audit_trees import CLEAN, PLANTED, ROOT, USER, WORKDIR, Planted, tree
 
 
@@ -63,6 +64,19 @@ def test_a_clean_tree_gives_nothing_of_weight(agent: Agent) -> None:
         "/", "/var/log/dpkg.log", "/root/.bashrc", "/root/.profile", "/home/agent/.bashrc",
         "/etc/python3.11/sitecustomize.py",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mode", "found"), [
+    ("post-checkout", 0o755, True), ("post-checkout", 0o644, False), ("x.sample", 0o755, False),
+])  # fmt: skip
+def test_hooks_of_git_are_those_it_would_run(name: str, mode: int, found: bool) -> None:
+    base = "/workspace/.git"
+    made = tree(
+        Entry(f"{base}/HEAD", "file", 20), Entry(f"{base}/objects/pack", "dir", 0, 0o755),
+        Entry(f"{base}/refs/heads", "dir", 0, 0o755),
+        Entry(f"{base}/hooks/{name}", "file", 9, mode, 1000),
+    )  # fmt: skip
+    assert [each.risk for each in judge(made)] == (["high"] if found else [])
 
 
 def test_what_the_agent_cannot_read_is_no_answer() -> None:
@@ -283,12 +297,9 @@ def test_a_sandbox_under_the_proposed_policy_has_what_no_policy_mends() -> None:
     entries = [one.entry for one in PLANTED]
     before = judge(tree(*CLEAN, *entries))
     policy = from_toml(_policy(before))
-    args = DSecContainerRunArgs(
-        container_image="x",
-        policy={"files": {"hide": policy.files.hide, "rules": [
-            {"paths": rule.paths, "deny": rule.deny} for rule in policy.files.rules]}},
-    )  # fmt: skip
-    hidden, fixed = auditing._protected(SandboxInfo(id="s", state="running", image="x", args=args))
+    hidden, fixed = auditing._protected(
+        SandboxPolicy(network="none", policy=msgspec.to_builtins(policy))
+    )
     after = judge(Tree(list(tree(*CLEAN, *entries)), USER, hidden, fixed))
     assert [each for each in after if each.remedy and each.risk != "low"] == []
 
@@ -302,6 +313,14 @@ def test_a_policy_for_any_names_compiles(names: list[str]) -> None:
         if name not in (".", "..")
     ]  # fmt: skip
     compile_policy(from_toml(_policy(findings)))
+
+
+def test_hooks_above_the_grader_are_guarded_before_they_are_there() -> None:
+    wanted = Wanted(grader=("/workspace/pkg/tests",))
+    text = proposal.policy("x", [], hooks.guarded(Places(WORKDIR), wanted))
+    (rule,) = from_toml(text).files.rules
+    assert rule.paths == ["/workspace/pkg/conftest.py", "/workspace/conftest.py"]
+    assert rule.deny == ["write"]
 
 
 def test_a_policy_of_many_findings_is_bounded() -> None:
@@ -331,25 +350,40 @@ def test_listening_sockets_are_services() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "risks"),
+    ("policy", "risks"),
     [
-        ({"network": "none"}, []),
-        ({"network": "nat"}, ["high"]),
-        ({"network_rules": {"pypi": True, "npm": False}}, ["medium"]),
-        ({"network_rules": {"github": True}}, ["high"]),
-        ({"policy": "sealed"}, []),
-        ({"policy": "open"}, ["high"]),
-        ({"policy": {"extends": "swe", "network": {"services": {"x": True}}}}, ["high", "medium"]),
-        ({"policy": {"network": {"rules": [{"allow": "*"}, {"deny": "x.test"}]}}}, ["high"]),
+        (None, ["high"]),
+        ({"network": {"services": {"pypi": True, "npm": False}}}, ["medium"]),
+        ({"network": {"services": {"github": True}}}, ["high"]),
+        ({"extends": "sealed"}, []),
+        ({"extends": "open"}, ["high"]),
+        ({"extends": "swe", "network": {"services": {"x": True}}}, ["high", "medium"]),
+        ({"network": {"rules": [{"allow": "*"}, {"deny": "x.test"}]}}, ["high"]),
+        ({"network": {"default": "allow"}}, ["high"]),
     ],
-)  # fmt: skip
-def test_what_the_policy_leaves_open(args: dict[str, object], risks: list[str]) -> None:
-    made = DSecContainerRunArgs(container_image="x", **args)  # type: ignore[arg-type]
-    info = SandboxInfo(id="s", state="running", image="x", args=made)
-    assert [each.risk for each in running.network(info)] == risks
+)
+def test_what_the_policy_leaves_open(policy: dict[str, object] | None, risks: list[str]) -> None:
+    for mode, expected in (("nat", risks), ("none", [])):
+        found = running.network("s", SandboxPolicy(network=mode, policy=policy))  # type: ignore[arg-type]
+        assert [each.risk for each in found] == expected
 
 
-def test_what_is_not_enforced_is_a_finding_and_other_notes_are_not() -> None:
-    notes = ["network.rules[0]: deny x is not enforced: why", "the upper layer is in memory"]
-    info = SandboxInfo(id="s", state="running", image="x", notes=notes)
-    assert [each.evidence for each in running.network(info)] == notes[:1]
+def test_what_is_not_enforced_is_a_finding_and_protects_nothing() -> None:
+    policy = {
+        "files": {"hide": ["/a", "/b"], "rules": [{"paths": ["/c"], "deny": ["write"]}]},
+    }
+    rows = [
+        PolicyRow(place=place, verdict="deny", text="t", state=state, reasons=["why"])
+        for place, state in (
+            ("files.hide[0]", "enforced"), ("files.hide[1]", "not enforced"),
+            ("files.rules[0]", "partly"),
+        )
+    ]  # fmt: skip
+    in_force = SandboxPolicy(network="none", policy=policy, rows=rows)
+    hidden, fixed = auditing._protected(in_force)
+    assert ([pattern.covers("/a/x") for pattern in hidden], fixed) == ([True], [])
+    said = [(each.kind, each.risk, each.evidence) for each in running.network("s", in_force)]
+    assert said == [
+        ("unenforced", "medium", "files.hide[1]: deny t is not enforced: why"),
+        ("unenforced", "medium", "files.rules[0]: deny t is partly: why"),
+    ]
