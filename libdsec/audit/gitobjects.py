@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_COMMIT = 1 << 20  # bytes of one commit or tag
+MAX_INFLATED = 1 << 30  # bytes of all commits of a pack: those of Linux have half of that
 MAX_OBJECTS = 1_000_000  # of one pack; a million take 150 MB here
+_PIECE = 4096  # bytes of a compressed object; few commits have more
 _MAX_DEPTH = 4096  # git's own limit of a chain of deltas
 _COMMIT, _TAG, _OFS_DELTA, _REF_DELTA = 1, 4, 6, 7
 _HEADER = re.compile(rb"(commit|tag) \d{1,10}\0")
@@ -79,9 +81,12 @@ def add_pack(objects: Objects, index: bytes, pack: memoryview) -> None:
 
 def _inflated(data: bytes | memoryview, start: int, limit: int, *, partial: bool = False) -> bytes:
     """Return at most `limit` bytes of the zlib stream at `start`."""
-    stream = zlib.decompressobj()
+    stream, body = zlib.decompressobj(), b""
     try:
-        body = stream.decompress(data[start : start + limit + 1024], limit)
+        # in pieces, because zlib copies what it was given beyond the stream's end
+        while not stream.eof and start < len(data) and len(body) < limit:
+            body += stream.decompress(data[start : start + _PIECE], limit - len(body))
+            start += _PIECE
     except zlib.error as error:
         raise Malformed(f"not a zlib stream: {error}") from error
     if not stream.eof and not partial:
@@ -95,6 +100,7 @@ class _Pack:
     def __init__(self, index: bytes, pack: memoryview) -> None:
         self._pack = pack
         self._kinds: dict[int, int] = {}
+        self._left = MAX_INFLATED
         if bytes(pack[:4]) != b"PACK" or len(pack) < 32:
             raise Malformed("not a pack")
         self.offsets = dict(_index(index))
@@ -125,14 +131,21 @@ class _Pack:
             if size > MAX_COMMIT:
                 raise Malformed(f"a commit of {size} bytes")
             if kind not in (_OFS_DELTA, _REF_DELTA):
-                content = _inflated(self._pack, body, MAX_COMMIT)
+                content = self._inflated(body)
                 break
             offset, body = self._base(kind, offset, body)
-            deltas.append(_inflated(self._pack, body, MAX_COMMIT))
+            deltas.append(self._inflated(body))
             if len(deltas) > _MAX_DEPTH:
                 raise Malformed("a chain of deltas without an end")
         for delta in reversed(deltas):
             content = applied(delta, content)
+        return content
+
+    def _inflated(self, place: int) -> bytes:
+        content = _inflated(self._pack, place, MAX_COMMIT)
+        self._left -= len(content)
+        if self._left < 0:
+            raise Malformed(f"more than {MAX_INFLATED} bytes of commits")
         return content
 
     def _header(self, offset: int) -> tuple[int, int, int]:

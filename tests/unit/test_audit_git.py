@@ -185,6 +185,14 @@ def test_a_bomb_is_not_inflated() -> None:
     assert list(objects.commits) == ["a" * 40]
 
 
+def test_commits_of_a_pack_are_bounded_together(
+    pack: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gitobjects, "MAX_INFLATED", 100)
+    with pytest.raises(Malformed, match="more than 100 bytes"):
+        gitobjects.add_pack(Objects(), pack[0], memoryview(pack[1]))
+
+
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes]:
     top = tmp_path_factory.mktemp("pack")
