@@ -21,6 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from libdsec import ImportProgress
 
@@ -57,7 +58,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
         right = name.endswith(">")
         made.add_column(name.rstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))  # names are not markup: they may hold brackets
     return made
 
 
