@@ -81,6 +81,8 @@ def _headers(host: str, pairs: Sequence[tuple[str, str]]) -> tuple[Header, ...]:
         if name.lower() in seen:
             _refuse(f"{host}: {name} is given twice")
         seen.add(name.lower())
+        if value == HIDDEN:
+            _refuse(f"{host}: {name} is hidden, as the daemon shows it; give its value again")
         if len(value) > VALUE_MOST or not _VALUE.fullmatch(value):
             _refuse(
                 f"{host}: the value of {name} must be 1 to {VALUE_MOST} printable ASCII "

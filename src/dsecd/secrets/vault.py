@@ -49,6 +49,9 @@ class Vault:
         except (OSError, msgspec.DecodeError) as error:
             raise Unavailable(f"{path} cannot be read: {error}") from error
 
+    def holds(self, sandbox: str) -> bool:
+        return self._path(sandbox).exists()
+
     def forget(self, sandbox: str) -> None:
         """Remove the secrets of a sandbox; one without any is fine."""
         self._path(sandbox).unlink(missing_ok=True)
