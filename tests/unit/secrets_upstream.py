@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 
@@ -28,8 +29,10 @@ class Api:
         self.open = 0
         self.release = asyncio.Event()
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, host, port, ssl=self._context)
+    async def start(self, sock: socket.socket | None = None) -> None:
+        """Listen at a free port of loopback, or serve a socket that listens already."""
+        where = {"host": "127.0.0.1", "port": 0} if sock is None else {"sock": sock}
+        self._server = await asyncio.start_server(self._serve, ssl=self._context, **where)  # type: ignore[arg-type]
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
