@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from dsecd.secrets import Authority
+from dsecd.secrets.authority import Authority
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound, Sandbox
 from libdsec.errors import AlreadyExists
 from libdsec.model import CreateArgs, Event, SandboxInfo

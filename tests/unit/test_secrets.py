@@ -13,9 +13,12 @@ from cryptography import x509
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsecd.secrets import Authority, Header, Secret, Vault, digest, heads, parse, redacted, trust
+from dsecd.secrets import heads, trust
+from dsecd.secrets.authority import Authority
 from dsecd.secrets.heads import Refused
 from dsecd.secrets.mask import Mask
+from dsecd.secrets.secret import Header, Secret, digest, parse, redacted
+from dsecd.secrets.vault import Vault
 from libdsec.errors import InvalidArgument, Unavailable
 
 HOST = "api.example.com"

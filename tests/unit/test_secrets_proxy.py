@@ -19,9 +19,11 @@ from typing import Any, ParamSpec
 import pytest
 import uvloop
 
-from dsecd.secrets import Authority, Dialer, Header, Limits, Refusal, SandboxProxy, Secret, bind
+from dsecd.secrets.authority import Authority
 from dsecd.secrets.exchange import Timing
-from dsecd.secrets.upstream import client_context
+from dsecd.secrets.proxy import Limits, Refusal, SandboxProxy, bind
+from dsecd.secrets.secret import Header, Secret
+from dsecd.secrets.upstream import Dialer, client_context
 from libdsec.errors import InvalidArgument, Unavailable
 from tests.unit.secrets_upstream import BIG_BYTES, HOST, VALUE, Api
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsecd.backends.abc import Listener
 from dsecd.backends.container_holding import Holding
@@ -17,13 +18,15 @@ from dsecd.config import Config
 from dsecd.host.netns import NetnsPool
 from dsecd.host.plan import Bind
 from dsecd.secrets import trust
-from dsecd.secrets.authority import Authority
 from dsecd.secrets.proxy import Doors, Refusal, SandboxProxy, bind
 from dsecd.secrets.reach import Reach
 from dsecd.secrets.secret import Secret
 from dsecd.secrets.upstream import Dialer, client_context
 from dsecd.secrets.vault import Vault
 from libdsec.errors import DSecError, Unavailable, Unsupported
+
+if TYPE_CHECKING:
+    from dsecd.secrets.authority import Authority
 
 logger = logging.getLogger("dsecd.container")
 TRIES = 8  # addresses for one name: an old one is free again only when its sockets are
@@ -38,8 +41,10 @@ class Secrets:
         directory = config.state / "secrets"
         self._directory, self._vault = directory, Vault(directory)
         self._netns, self._networks, self._trust = netns, networks, tree / "trust"
-        self._dialer = Dialer(client_context(config.secrets.authorities))
-        self._authority: Authority | None = None
+        self._authorities = config.secrets.authorities
+        self._means: tuple[Authority, Dialer] | None = None  # made at the first use
+        if self._authorities:
+            client_context(self._authorities)  # what is no such file is said at start
         self._served: dict[str, tuple[SandboxProxy, tuple[Secret, ...]]] = {}
 
     # --- one container --------------------------------------------------------------------------
@@ -77,7 +82,7 @@ class Secrets:
         netns, sandbox = holding.netns, holding.sandbox
         assert netns is not None
         assert holding.policy is not None
-        authority = self._load_authority()
+        authority, dialer = self._prepare()
         doors: list[Doors] = []
         try:
             await self._netns.run_inside(netns, lambda: _open_doors(doors, len(secrets)))
@@ -95,7 +100,7 @@ class Secrets:
 
         proxy = SandboxProxy(
             secrets, doors, authority.context,
-            find=find, open_link=self._dialer.open, on_refusal=refused,
+            find=find, open_link=dialer.open, on_refusal=refused,
         )  # fmt: skip
         holding.overrides = proxy.overrides
         self._served[sandbox] = (proxy, secrets)
@@ -128,7 +133,7 @@ class Secrets:
         """Return what a container that has secrets sees of the host: whom to trust."""
         if sandbox not in self._served and not self._vault.holds(sandbox):
             return ()
-        self._load_authority()
+        self._prepare()
         return (Bind(str(self._trust), trust.INSIDE),)
 
     # --- for the proxies ------------------------------------------------------------------------
@@ -141,16 +146,21 @@ class Secrets:
             return []
         return reach.allowed(await self._networks.addresses(host, private=ruling.private))
 
-    def _load_authority(self) -> Authority:
-        """Return the daemon's authority, made at the first use, as what shows it inside."""
-        if self._authority is None:
+    def _prepare(self) -> tuple[Authority, Dialer]:
+        """Return what issues certificates and what connects to the real names.
+
+        The authority is the daemon's own, kept over restarts; what it means inside is written.
+        """
+        if self._means is None:
+            from dsecd.secrets.authority import Authority
+
             authority = Authority.load(self._directory)
             bundle = trust.host_bundle()
             if not bundle:
                 logger.warning("this host has no bundle of authorities: sandboxes trust only ours")
             trust.write(self._trust, authority.pem, bundle)
-            self._authority = authority
-        return self._authority
+            self._means = authority, Dialer(client_context(self._authorities))
+        return self._means
 
     def _tell(self, sandbox: str, host: str, reason: str) -> None:
         if self.listener is not None:

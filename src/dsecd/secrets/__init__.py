@@ -14,20 +14,9 @@ back with the secret masked where it is echoed as it is (`mask`).
     proxy.start()
     await proxy.close()
 
+Nothing is imported here: only who issues certificates needs `authority`, and 9 MB of libraries.
+
 What it does not do: a service that hands the secret out in some other form (hashed, in parts, in a
 compressed body) hands it to the sandbox. Whoever holds a secret for a name can do all that the
 secret allows there.
 """
-
-from __future__ import annotations
-
-from dsecd.secrets.authority import Authority
-from dsecd.secrets.proxy import Doors, Limits, Refusal, SandboxProxy, bind
-from dsecd.secrets.secret import Header, Secret, digest, parse, redacted
-from dsecd.secrets.upstream import Dialer, Link
-from dsecd.secrets.vault import Vault
-
-__all__ = [
-    "Authority", "Dialer", "Doors", "Header", "Limits", "Link", "Refusal", "SandboxProxy",
-    "Secret", "Vault", "bind", "digest", "parse", "redacted",
-]  # fmt: skip
