@@ -84,6 +84,10 @@ class DSecContainerRunArgs(_Args):
     with `policy` they are more of its `services`. With either the sandbox has a network when
     something is open, or with `network` "nat": give that if its network is to be opened later. What
     this host cannot enforce is in `SandboxInfo.notes`; with `strict` it is an error instead.
+
+    `secrets` are headers, by host, that are added to HTTP requests outside of the sandbox and never
+    get into it: ``{"api.example.com": {"Authorization": "Bearer ..."}}``, or the header as a line.
+    The policy must open the host at port 443. What the daemon answers has ``***`` for the values.
     """
 
     container_image: str
@@ -101,6 +105,7 @@ class DSecContainerRunArgs(_Args):
     network_rules: dict[str, bool] | None = None
     policy: str | dict[str, Any] | None = None
     strict: bool = False
+    secrets: dict[str, dict[str, str] | str] = {}
     init_user: str | None = None
     workdir: str | None = None
     env: dict[str, str] = {}

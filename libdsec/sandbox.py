@@ -229,13 +229,17 @@ class Sandbox:
         await self._link.call("sandbox.delete_checkpoint", args, type(None))
 
     async def branch(
-        self, count: int = 1, checkpoint: str | model.Checkpoint | None = None
+        self,
+        count: int = 1,
+        checkpoint: str | model.Checkpoint | None = None,
+        *,
+        secrets: Mapping[str, dict[str, str] | str] | None = None,
     ) -> Sequence[Sandbox]:
         """Return `count` new sandboxes that begin with this one's files, and go their own ways.
 
         From `checkpoint`, or from the present. They share all that is not changed, and outlive
-        this sandbox. Limits and options are this one's. Raises the first error, and then leaves
-        none.
+        this sandbox. Limits and options are this one's, but for `secrets`, whose values nobody
+        tells: they are given again. Raises the first error, and then leaves none.
         """
         if checkpoint is None:
             checkpoint = await self.checkpoint()
@@ -246,7 +250,10 @@ class Sandbox:
         if info.args is None:
             raise Internal("the daemon did not say what the sandbox is made of")
         args = msgspec.structs.replace(
-            info.args, from_checkpoint=f"{self.id}/{name}", hostname=None
+            info.args,
+            from_checkpoint=f"{self.id}/{name}",
+            hostname=None,
+            secrets=info.args.secrets if secrets is None else dict(secrets),
         )
         batch = Batch(self._link, args, count, None)
         made: list[Sandbox] = []

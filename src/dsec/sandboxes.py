@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from dsec import completion, execute, output, policy
 from dsec.session import Settings, connected, json_option, report
 from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxInfo
+
+
+def secrets_of(
+    context: click.Context, parameter: click.Parameter, file: str | None
+) -> dict[str, dict[str, str]] | None:
+    """Read ``--secrets``: not on a command line, which every user of the host can see."""
+    if file is None:
+        return None
+    try:
+        return msgspec.toml.decode(Path(file).read_bytes(), type=dict[str, dict[str, str]])
+    except (OSError, msgspec.DecodeError) as error:
+        raise click.BadParameter(f"{file}: {error}") from error
+
 
 _LIMITS: tuple[Callable[..., Any], ...] = (
     click.option("-m", "--memory", "memory_limit_mb", type=int, metavar="MB"),
@@ -24,6 +39,8 @@ _LIMITS: tuple[Callable[..., Any], ...] = (
     click.option("--network", type=click.Choice(["none", "nat"])),
     click.option("--policy", metavar="FILE|PRESET", callback=policy.option,
                  help="What it may reach and do; see dsec policy."),
+    click.option("--secrets", metavar="FILE", callback=secrets_of,
+                 help="TOML, a table per host: headers that are added outside of the sandbox."),
     click.option("--strict", is_flag=True, default=None,
                  help="Make none unless the host enforces all of it."),
     click.option("--user", "init_user", metavar="USER"),

@@ -100,6 +100,14 @@ class Policy(_Section, frozen=True):
     default: str = ""
 
 
+class Secrets(_Section, frozen=True):
+    """`authorities`: a PEM file of those that names with secrets may be certified by, besides the
+    host's; "" → none.
+    """
+
+    authorities: str = ""
+
+
 class Store(_Section, frozen=True):
     """Where layers are: a directory, or ``s3://bucket/prefix``; "" → `<state>/store`.
 
@@ -174,6 +182,7 @@ class Config(_Section, frozen=True):
     pools: Pools = Pools()
     network: Network = Network()
     policy: Policy = Policy()
+    secrets: Secrets = Secrets()
     store: Store = Store()
     cache: Cache = Cache()
     limits: Limits = Limits()

@@ -76,6 +76,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False  # reports OOM kills
     layers: bool = False
     files_each: int = 0  # descriptors that a sandbox costs the daemon
+    secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()
 

@@ -60,6 +60,7 @@ class ContainerBackend:
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10,
+            secrets=True,
             mechanisms=("netns", "bpf_cgroup", "resolver"),  # where the probe finds what they need
         )  # fmt: skip
         self._host = ContainerHost(config)
@@ -72,10 +73,12 @@ class ContainerBackend:
         self._listener = self._ears.listener = listener
         self._checkpoints.start()
         await self._host.start()
+        self._host.secrets.listener = listener
 
     async def close(self) -> None:
         for holding in self._holdings.values():
             self._deafen(holding)
+            await self._host.secrets.close(holding, leave=True)
             if holding.pidfd >= 0:
                 os.close(holding.pidfd)
                 holding.pidfd = -1
@@ -150,6 +153,7 @@ class ContainerBackend:
         if holding.upper is not None:
             await host.uppers.make(holding.upper)
         await host.networks.connect(holding, spec)
+        await host.secrets.open(holding, spec)
         assert holding.range is not None
         holding.cgroup = host.driver.group(holding.sandbox)
         spawned = await self._spawn(holding, spec)
@@ -199,6 +203,7 @@ class ContainerBackend:
             attachment=holding.attachment,
             cpus=holding.cpus,
             cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
+            trust_binds=host.secrets.binds(holding.sandbox),
             defaults=holding.defaults,
         )
 
@@ -255,11 +260,13 @@ class ContainerBackend:
         holding = self._holdings[handle.sandbox]
         before = holding.policy
         await self._host.networks.update(holding, policy)
+        self._host.secrets.judge(holding)
         try:
             await save(holding.handle())
         except BaseException:
             if before is not None:
                 await self._host.networks.update(holding, before)
+                self._host.secrets.judge(holding)
             raise
 
     # --- destroy --------------------------------------------------------------------------------
@@ -298,6 +305,7 @@ class ContainerBackend:
             if host.driver.slots is not None:
                 host.driver.slots.release(holding.slot)
             holding.slot = None
+        await host.secrets.close(holding)
         await host.networks.disconnect(holding, clean=clean)
         await self._checkpoints.let_go(holding)
         self._give_back_pooled(holding)
@@ -365,6 +373,7 @@ class ContainerBackend:
         holding.netns = host.netns.adopt(held.pid)
         if held.slot and host.driver.slots is not None:
             holding.slot = host.driver.slots.adopt(held.slot)
+        await host.secrets.recover(holding)
         await host.networks.recover(holding)
         await self._connect(holding)
         self._ears.listen_later(holding)
@@ -381,7 +390,7 @@ class ContainerBackend:
             if self._listener is not None:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
-        swept += self._checkpoints.sweep()
+        swept += [*self._checkpoints.sweep(), *self._host.secrets.sweep(set(self._holdings))]
         await self._host.networks.begin(self._listener)
         for holding in list(self._holdings.values()):
             await self._checkpoints.recovered(holding)

@@ -427,6 +427,7 @@ class Checkpoints:
                 upper_dir=upper_dir,
                 upper_bytes=0 if upper_dir else holding.upper_bytes,
                 upper_project=holding.upper.project if holding.upper is not None else 0,
+                binds=host.secrets.binds(holding.sandbox),
             )
             fds = [holding.pidfd, holding.range.userns_fd, *layers, *uppers]
             built = await host.spawners.reroot(plan, fds)

@@ -18,6 +18,7 @@ from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 from dsecd.policy.packed import pack
 from dsecd.policy.rules import NetPolicy
+from dsecd.secrets.reach import Reach
 
 
 class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,8 +83,8 @@ class Holding:
 
     __slots__ = (
         "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "layers", "names",
-        "netns", "pid", "pidfd", "policy", "range", "roots", "sandbox", "slot",
-        "upper", "upper_bytes", "watch", "watch_timer",
+        "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots", "sandbox",
+        "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -99,6 +100,8 @@ class Holding:
         self.attachment: Attachment | None = None
         self.policy: NetPolicy | None = None  # of the network; None: no rules were given
         self.names: Names | None = None
+        self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
+        self.reach: Reach | None = None  # of these, under `policy`
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None

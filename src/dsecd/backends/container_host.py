@@ -16,6 +16,7 @@ from pathlib import Path
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_network import Networks
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
+from dsecd.backends.container_secrets import Secrets
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, sockets, spawner, tree
 from dsecd.host.layers import LayerMounts
@@ -77,6 +78,7 @@ class ContainerHost:
         self.nat = Nat(self._nat_config())
         self.networks = Networks(config, self.netns, self.nat)
         self.networks.start(self.driver)
+        self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
         self.template = self._make_template()
         self.spawners = await self._start_spawners()
 

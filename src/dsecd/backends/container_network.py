@@ -176,7 +176,12 @@ class Networks:
             self._tell(holding, detail | {"reason": refusal.reason}, refusal.unreported)
 
         sink = KernelSink(self._policies, holding.cgroup_id, names.diag)
-        names.serve(self._resolver.open(policy, sink, names.sockets, on_refusal=refused))
+        overrides = {name: ipaddress.ip_address(own) for name, own in holding.overrides.items()}
+        names.serve(
+            self._resolver.open(
+                policy, sink, names.sockets, on_refusal=refused, overrides=overrides
+            )
+        )
 
     async def recover(self, holding: Holding) -> None:
         """Take over a living container, whose other fields are known: bind what was in force.
@@ -207,6 +212,10 @@ class Networks:
         if holding.netns is not None:
             self._netns.release(holding.netns, clean)
             holding.netns = None
+
+    async def addresses(self, name: str, *, private: bool) -> list[IpAddress]:
+        """Return what the host's resolvers say of a name, less what no name may lead to."""
+        return [] if self._resolver is None else await self._resolver.find(name, private=private)
 
     # --- another policy -------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dsecd.host.network import Attachment
 from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
 from dsecd.host.upper import Upper
 from dsecd.images.manifest import Config
+from dsecd.secrets import trust
 
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -53,6 +54,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     attachment: Attachment | None = None
     cpus: tuple[int, ...] = ()
     cpu_binds: tuple[Bind, ...] = ()
+    trust_binds: tuple[Bind, ...] = ()  # of a container that has secrets
     defaults: Config = Config()  # of the environment
 
 
@@ -108,7 +110,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         upper_project=upper.project if upper else 0,
         dev_tree=template.dev_tree,
         files=generated_files(given.sandbox, spec.hostname, given.attachment),
-        binds=given.cpu_binds,
+        binds=given.cpu_binds + given.trust_binds,
         read_only=template.read_only,
         masked=template.masked,
         hostname=spec.hostname,
@@ -145,7 +147,7 @@ def init_config(template: Template, spec: Spec, sandbox: str, defaults: Config) 
     return msgspec.msgpack.encode(
         InitConfig(
             sandbox=sandbox,
-            env=DEFAULT_ENV | defaults.env | spec.env,
+            env=DEFAULT_ENV | defaults.env | _trusting(spec) | spec.env,
             user=spec.user or defaults.user or "root",
             workdir=spec.workdir or defaults.workdir,
             caps=template.caps,
@@ -155,6 +157,11 @@ def init_config(template: Template, spec: Spec, sandbox: str, defaults: Config) 
             spool_limit=spec.spool_limit,
         )
     )
+
+
+def _trusting(spec: Spec) -> dict[str, str]:
+    """Return what makes programs trust the proxy that adds secrets to their requests."""
+    return trust.environment() if spec.secrets else {}
 
 
 class CpuLoad:

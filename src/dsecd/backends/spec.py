@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from dsecd.policy.compile import Compiled
+from dsecd.secrets.secret import Secret
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +27,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     upper: Literal["auto", "memory", "disk"]
     network: Literal["none", "nat"]
     policy: Compiled | None = None  # None: no rules were given
+    secrets: tuple[Secret, ...] = ()  # all of names that the policy opens
     user: str  # "": the image's
     workdir: str  # "": the image's
     env: dict[str, str]

@@ -53,6 +53,7 @@ class Row(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
     idle_s: float | None = None
     args: DSecContainerRunArgs
+    sealed: bytes = b""  # tells whether other secrets are asked for; the values are not here
     handle: bytes = b""
     address: str = ""
     address6: str = ""

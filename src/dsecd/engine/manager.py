@@ -19,6 +19,7 @@ from dsecd.backends.abc import Backend, Instance
 from dsecd.config import Config
 from dsecd.engine.admission import Admission, Host
 from dsecd.engine.events import Bus
+from dsecd.engine.grants import granted, spent
 from dsecd.engine.journal import Journal
 from dsecd.engine.lifecycle import FINAL
 from dsecd.engine.policies import Policies
@@ -104,7 +105,7 @@ class Manager:
         """Begin the create of `key`, or return the sandbox that has it, in whatever state."""
         known = self._by_key.get((owner, key))
         if known is not None:
-            if known.args != args:
+            if not known.asked(args):
                 raise AlreadyExists(f"key {key!r} was used for a different request", id=known.id)
             return known
         check_key(key)
@@ -112,7 +113,7 @@ class Manager:
             raise Unavailable("dsecd is shutting down")
         name = make_id(self.config.shard, self.config.node, self.epoch, self._serial)
         account = self.policies.get(args, args.strict)
-        spec = compile_spec(name, args, account)
+        spec = granted(compile_spec(name, args, account), args, self.backend)
         check_offered(spec, self.backend)
         self.admission.take(spec, self.creating)
         self._serial += 1
@@ -144,6 +145,7 @@ class Manager:
             logger.exception("create failed unexpectedly")
             error = Internal(f"create failed: {caught!r}")
         self.creating -= 1
+        sandbox.spec = spent(sandbox.spec)
         if error is not None:
             self._build_failed(sandbox, error)
         elif sandbox.state == "creating":

@@ -147,6 +147,7 @@ def _sandbox(manager: Manager, row: Row, account: Account | None = None) -> Sand
     now = asyncio.get_running_loop().time()
     spec = compile_spec(row.id, row.args, account)
     sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
+    sandbox.sealed = row.sealed
     sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
     sandbox.created_at, sandbox.notes, sandbox.account = row.created_at, row.notes, account
     return sandbox

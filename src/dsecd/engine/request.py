@@ -40,6 +40,8 @@ def compile_spec(sandbox: str, args: DSecContainerRunArgs, account: Account | No
     """
     if args.policy is not None:  # it is in the account, and may be long
         args = msgspec.structs.replace(args, policy=None)
+    if args.secrets:  # `grants` adds them: what is remembered here has none
+        args = msgspec.structs.replace(args, secrets={})
     spec = _checked(msgspec.msgpack.encode(args))
     hostname = spec.hostname or sandbox.rpartition("-")[2]
     if account is None:

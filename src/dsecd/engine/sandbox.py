@@ -9,10 +9,12 @@ import msgspec
 
 from dsecd.backends.abc import Channel, Handle
 from dsecd.backends.spec import Spec
+from dsecd.engine.grants import hidden
 from dsecd.engine.journal import Row, RowState
 from dsecd.engine.lifecycle import FINAL, Action, after
 from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
+from dsecd.secrets.secret import digest
 from libdsec.errors import DSecError
 from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
 from libdsec.model_layers import ImportStage
@@ -27,7 +29,7 @@ class Sandbox:
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
         "claims", "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
         "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "pull", "ready",
-        "reason", "report", "saving", "spec", "started", "state", "task", "waiters",
+        "reason", "report", "saving", "sealed", "spec", "started", "state", "task", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -35,7 +37,8 @@ class Sandbox:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.id, self.key, self.owner = name, key, owner
-        self.args, self.spec = args, spec
+        self.args, self.spec = hidden(args), spec
+        self.sealed = digest(args.secrets, key)  # what the secrets were
         self.backend, self.node = "", ""
         self.state: State = "creating"
         self.reason = ""
@@ -63,6 +66,10 @@ class Sandbox:
         self.pull: asyncio.Future[None] | None = None  # its wait for a registry's image
         self.report: Report = unreported  # told how far that is, by whoever waits for the create
         self.saving: asyncio.Lock | None = None  # one checkpoint, rollback or pack at a time
+
+    def asked(self, args: DSecContainerRunArgs) -> bool:
+        """Return whether this sandbox was asked for with `args`."""
+        return self.args == hidden(args) and self.sealed == digest(args.secrets, self.key)
 
     def tell(self, stage: ImportStage, done: int, total: int) -> None:
         """Pass on how far the pull of the image is. From any thread."""
@@ -123,6 +130,7 @@ class Sandbox:
             ended_at=self.ended_at,
             idle_s=self.idle_s,
             args=self.args,
+            sealed=self.sealed,
             handle=b"" if handle is None else msgspec.msgpack.encode(handle),
             address=self.address,
             address6=self.address6,

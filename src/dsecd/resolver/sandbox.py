@@ -11,7 +11,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import dns.rcode
@@ -41,6 +41,7 @@ _LOCALHOST: dict[int, reserved.Address] = {
     dns.rdatatype.AAAA: ipaddress.ip_address("::1"),
 }
 _LOCALHOST_TTL_S = 3600.0
+_OVERRIDE_TTL_S = 60.0
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,11 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 class SandboxResolver:
-    """Answers the queries of one sandbox. Belongs to one event loop."""
+    """Answers the queries of one sandbox. Belongs to one event loop.
+
+    `overrides` are addresses on the sandbox's own loopback of names that the policy allows: nobody
+    is asked for these names, and no address of theirs is opened.
+    """
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class SandboxResolver:
         *,
         on_refusal: Callable[[Refusal], None],
         refused: Iterable[reserved.Network] = (),
+        overrides: Mapping[str, reserved.Address] | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         floor_s: float = FLOOR_S,
         clock: Clock = time.monotonic,
@@ -88,6 +94,7 @@ class SandboxResolver:
         self._lookups = lookups
         self._on_refusal = on_refusal
         self._refused = tuple(refused)
+        self._overrides = dict(overrides or {})
         self._pins = Pins(sink, clock, floor_s=floor_s, most=limits.pinned)
         self._outflow = Outflow(limits, clock)
         self._events = Bucket(limits.events_burst, limits.events_per_s, clock)
@@ -111,6 +118,8 @@ class SandboxResolver:
             return self._refuse(query, "not allowed", stream)
         if query.rdtype not in queries.ADDRESS_TYPES:
             return queries.reply(query, _NOTHING, 0, stream=stream)
+        if query.name in self._overrides:
+            return self._override(query, self._overrides[query.name], stream)
         known = self._lookups.known(query.name, query.rdtype)
         if known is None:
             return self._admit_upstream(query, ruling, stream)
@@ -160,6 +169,12 @@ class SandboxResolver:
         address = _LOCALHOST.get(query.rdtype)
         answer = msgspec.structs.replace(_NOTHING, addresses=(address,)) if address else _NOTHING
         return queries.reply(query, answer, int(_LOCALHOST_TTL_S), stream=stream)
+
+    def _override(self, query: Query, address: reserved.Address, stream: bool) -> bytes:
+        wanted = dns.rdatatype.A if address.version == 4 else dns.rdatatype.AAAA
+        own = (address,) if query.rdtype == wanted else ()
+        answer = msgspec.structs.replace(_NOTHING, addresses=own)
+        return queries.reply(query, answer, int(_OVERRIDE_TTL_S), stream=stream)
 
     def _refuse(self, query: Query, reason: Reason, stream: bool) -> bytes:
         self._report(query, reason)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dsecd.policy.rules import NetPolicy
 from dsecd.resolver import reserved
@@ -14,6 +14,7 @@ from dsecd.resolver.budget import Clock, Limits
 from dsecd.resolver.listener import Listener, Sockets
 from dsecd.resolver.lookup import Caching, Lookups
 from dsecd.resolver.pins import Pin, Sink
+from dsecd.resolver.queries import ADDRESS_TYPES
 from dsecd.resolver.sandbox import Refusal, SandboxResolver
 from dsecd.resolver.upstream import Forwarder, Timing, Upstream
 
@@ -76,6 +77,7 @@ class Resolver:
         on_refusal: Callable[[Refusal], None],
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pins: Iterable[Pin] = (),
+        overrides: Mapping[str, reserved.Address] | None = None,
     ) -> Served:
         """Answer the sandbox at `sockets` from now on, which belong to the result.
 
@@ -84,7 +86,8 @@ class Resolver:
         """
         resolver = SandboxResolver(
             policy, self._lookups, sink,
-            on_refusal=on_refusal, refused=self._refused, limits=limits, clock=self._clock,
+            on_refusal=on_refusal, refused=self._refused, overrides=overrides, limits=limits,
+            clock=self._clock,
         )  # fmt: skip
         resolver.restore(pins)
         listener = Listener(resolver, sockets)
@@ -92,6 +95,14 @@ class Resolver:
         self._served[id(listener)] = served
         listener.start()
         return served
+
+    async def find(self, name: str, *, private: bool) -> list[reserved.Address]:
+        """Return the addresses of `name` that an answer to a sandbox may hold, IPv4 first."""
+        found: list[reserved.Address] = []
+        for rdtype in ADDRESS_TYPES:
+            answer = await self._lookups.find(name, rdtype)
+            found += reserved.keep(answer.addresses, private=private, refused=self._refused)
+        return found
 
     async def _sweep(self) -> None:
         while True:
