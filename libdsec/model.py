@@ -255,7 +255,8 @@ class ExecArgs(_Args):
 
     `cid` is chosen by the caller and names the command; starting a cid that exists attaches to
     it instead of running it twice. Exactly one of `argv` and `shell`. With `session` the shell
-    string runs inside that session. `stdin` keeps a stream open for `exec.stdin`. A
+    string runs inside that session; else in the platform's own shell (a static bash of the host,
+    `bash -p`), in `interpreter` when given: the path of a shell in the sandbox. `stdin` keeps a stream open for `exec.stdin`. A
     `background` command outlives its call and its connection. `env` is merged over the
     sandbox's.
     """
@@ -263,6 +264,7 @@ class ExecArgs(_Args):
     cid: str
     argv: list[bytes] | None = None
     shell: bytes | None = None
+    interpreter: str | None = None
     session: str | None = None
     env: dict[str, str] = {}
     cwd: bytes | None = None
@@ -362,7 +364,7 @@ class SessionArgs(_Args):
     env: dict[str, str] = {}
     cwd: bytes | None = None
     user: str | None = None
-    shell: str | None = None  # default: /bin/bash where it exists, else /bin/sh
+    shell: str | None = None  # a path in the sandbox; default: the platform's own
 
 
 # --- files (op target = sandbox id) -----------------------------------------------------------

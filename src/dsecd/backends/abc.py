@@ -75,6 +75,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     survives_daemon: bool = False  # sandboxes live on when the daemon ends
     oom: bool = False  # reports OOM kills
     layers: bool = False
+    shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()

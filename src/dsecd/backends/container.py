@@ -72,6 +72,8 @@ class ContainerBackend:
         self._listener = self._ears.listener = listener
         self._checkpoints.start()
         await self._host.start()
+        shell = not self._host.shell_missing
+        self.capabilities = msgspec.structs.replace(self.capabilities, shell=shell)
 
     async def close(self) -> None:
         for holding in self._holdings.values():
@@ -220,6 +222,8 @@ class ContainerBackend:
                 f"the upper layer is in memory and holds {holding.upper_bytes >> 20} MiB "
                 f"({MEMORY_UPPER_SHARE:.0%} of memory_limit_mb)"
             )
+        if spec is not None and self._host.shell_missing:
+            notes.append(f"sessions and run_shell use its own shell: {self._host.shell_missing}")
         assert holding.channel is not None
         return Instance(
             handle=holding.handle(),
