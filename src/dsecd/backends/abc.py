@@ -48,6 +48,8 @@ from libdsec.model import (
     Checkpoint,
     Collected,
     Feature,
+    KeptPath,
+    KeptWarning,
     LayerCollapse,
     LayerImport,
     LayerInfo,
@@ -141,6 +143,25 @@ class Listener(Protocol):
         """The policy refused something: the detail of an event of kind `denied`."""
 
 
+class KeepArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What is graded: absolute paths inside. See `model.VerifyArgs`."""
+
+    paths: tuple[bytes, ...]
+    toolkits: tuple[str, ...] = ()
+    workspace: bool = True
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer of kept paths: it belongs on `layers`, bottom first, and below `toolkits`."""
+
+    digest: str
+    layers: tuple[str, ...]
+    toolkits: tuple[str, ...]
+    paths: list[KeptPath]
+    warnings: list[KeptWarning]
+    frozen_ms: float
+
+
 Save = Callable[[Handle], Awaitable[None]]
 
 
@@ -215,6 +236,12 @@ class Backend(Protocol):
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         """Save what a running sandbox changed as a layer. Raises `AlreadyExists`, `Exhausted`."""
+
+    async def keep(self, handle: Handle, args: KeepArgs) -> Kept:
+        """Save paths of a running sandbox as a layer without a name on what it began with.
+
+        Raises `InvalidArgument` for a path that cannot be kept, `NotFound` for a toolkit.
+        """
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
         """Remember the present files. `save` journals the handle as it is then, more than once.

@@ -56,7 +56,7 @@ class ContainerHost:
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
         self._limits = runtime / "raised-limits.json"
-        self.shell_missing = "not looked for yet"  # why there is no platform shell, "" when there is
+        self.shell_missing = "not looked for yet"  # why the platform has no shell, "" when it has
         self._shell = -1
 
     async def start(self) -> None:
