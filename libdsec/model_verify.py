@@ -76,9 +76,9 @@ class Record(_Info):
     toolkits: list[str]
     paths: list[KeptPath]
     warnings: list[KeptWarning]
-    limits: dict[str, float]
-    started_at: float
-    ended_at: float
+    limits: dict[str, int]
+    started_ms: int  # since the epoch; no number has a fraction, which programs write differently
+    ended_ms: int
     stdout_sha256: str
     stdout_bytes: int
     stderr_sha256: str

@@ -11,12 +11,9 @@ from dsec.session import Settings, connected, json_option, run_reporting
 from libdsec import DSecClient, KeptWarning, Record, Verified, check_record
 
 
-@click.command(context_settings=execute.passing_arguments)
+@click.command()
 @click.argument("sandbox_id", metavar="SANDBOX", shell_complete=completion.sandboxes)
-@click.argument(
-    "argv", nargs=-1, required=True, metavar="COMMAND...", type=click.UNPROCESSED,
-    callback=execute.command_words,
-)  # fmt: skip
+@click.argument("argv", nargs=-1, required=True, metavar="-- COMMAND...", type=click.UNPROCESSED)
 @click.option("--keep", multiple=True, required=True, metavar="PATH", help="What is graded.")
 @click.option(
     "--toolkit", "toolkits", multiple=True, metavar="LAYER", shell_complete=completion.layers,

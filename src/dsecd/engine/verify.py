@@ -52,7 +52,7 @@ async def verify(
         kept = await manager.backend.keep(handle, wanted)
     _refuse_hooks(args, kept)
     async with _grader(manager, owner, sandbox, kept, args) as grader:
-        started = time.time()
+        started = _now_ms()
         running = Running(manager, grader, _command(args))
         async with contextlib.aclosing(running.outputs()) as outputs:
             async for output in outputs:
@@ -100,16 +100,14 @@ async def _grader(
     manager: Manager, owner: str, sandbox: Sandbox, kept: Kept, args: VerifyArgs
 ) -> AsyncIterator[Sandbox]:
     """Lend the grader's sandbox; it is gone afterwards, however the use of it ended."""
-    key = f"verify-{secrets.token_hex(16)}"
+    key, wanted = f"verify-{secrets.token_hex(16)}", _sandbox_args(sandbox, kept, args)
+    grader = manager.request(owner, key, wanted)
+    grader.own = True
     try:
-        grader = await manager.create(owner, key, _sandbox_args(sandbox, kept, args))
+        await manager.create(owner, key, wanted)
     except asyncio.CancelledError:
-        made = manager.by_key(owner, key)
-        if made is not None:
-            manager.abandon(made, 0.0)
+        manager.begin_stop(grader, "the caller gave the grading up")
         raise
-    # whoever finds it after a restart of the daemon must not take it for a client's
-    manager.journal.post(grader.row("running", claimed=False))
     manager.enter(grader.id)
     try:
         with log.about(grader.id):
@@ -160,7 +158,7 @@ def _record(
     kept: Kept,
     args: VerifyArgs,
     running: Running,
-    started: float,
+    started: int,
 ) -> Record:
     given, result = sandbox.args, running.result
     assert result is not None
@@ -185,13 +183,13 @@ def _record(
         strict=args.strict,
         limits={
             "memory_mb": given.memory_limit_mb,
-            "cpu_cores": given.cpu_cores_limit,
+            "cpu_millicores": round(given.cpu_cores_limit * 1000),
             "pids": given.pids_limit,
             "disk_mb": given.disk_limit_mb,
-            "timeout_s": args.timeout_s or 0,
+            "timeout_ms": round((args.timeout_s or 0) * 1000),
         },
-        started_at=started,
-        ended_at=time.time(),
+        started_ms=started,
+        ended_ms=_now_ms(),
         exit_code=result.exit_code,
         signal=result.signal,
         timed_out=result.timed_out,
@@ -202,6 +200,10 @@ def _record(
         stderr_sha256=err.text(),
         stderr_bytes=err.size,
     )
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _text(raw: bytes) -> str:
