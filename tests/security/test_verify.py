@@ -355,6 +355,20 @@ async def test_the_loader_does_not_change_the_platforms_shell(agent: Sandbox) ->
     assert (await agent.run_shell("exit 7")).exit_code == 7
 
 
+async def test_no_module_of_the_sandbox_is_loaded_into_the_platforms_shell(agent: Sandbox) -> None:
+    """Static glibc loads modules for users and charsets: the former by nsswitch.conf."""
+    await agent.run_shell(
+        "cd /tmp; printf '#include <unistd.h>\n__attribute__((constructor)) void go(void)"
+        " { _exit(0); }\n' > x.c; lib=$(dirname $(gcc -print-file-name=libc.so.6));"
+        " gcc -shared -fPIC -o /usr/lib/libnss_evil.so.2 x.c; cp /usr/lib/libnss_evil.so.2 $lib;"
+        " ldconfig; printf 'passwd: evil files\nhosts: evil\n' > /etc/nsswitch.conf",
+        check=True,
+    )
+    assert (await agent.run("/bin/bash", "-c", "echo ~nobody; exit 7")).exit_code == 0, "it works"
+    done = await agent.run_shell("echo ~nobody ~root; (: < /dev/tcp/some.host/80); exit 7")
+    assert (done.exit_code, done.stdout) == (7, "/nonexistent /root\n"), done
+
+
 async def test_the_platforms_shell_cannot_be_written_to(agent: Sandbox) -> None:
     """/proc/PID/exe leads to a sealed copy, to no file of the host (CVE-2019-5736)."""
     done = await agent.run_shell(

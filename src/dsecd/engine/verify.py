@@ -60,7 +60,7 @@ async def verify(
         assert running.result is not None
         made = _record(sandbox, grader, kept, args, running, started)
     encoded = records.encode(made)
-    manager.events.emit(sandbox.id, "verified", kept=kept.digest, grader=grader.id)
+    manager.events.emit(sandbox.id, "verified", kept=kept.digest, frozen_ms=str(kept.frozen_ms))
     return Verified(
         result=running.result,
         record=encoded,
