@@ -83,6 +83,7 @@ class Record(_Info):
     stdout_bytes: int
     stderr_sha256: str
     stderr_bytes: int
+    notes: list[str] = []  # of the grader's sandbox: what of its policy this host cannot enforce
     workspace: str = ""
     argv: list[str] = []
     shell: str = ""

@@ -101,6 +101,7 @@ async def _grader(
 ) -> AsyncIterator[Sandbox]:
     """Lend the grader's sandbox; it is gone afterwards, however the use of it ended."""
     key, wanted = f"verify-{secrets.token_hex(16)}", _sandbox_args(sandbox, kept, args)
+    await manager.policies.ready(wanted, wanted.strict)
     grader = manager.request(owner, key, wanted)
     grader.own = True
     try:
@@ -175,6 +176,7 @@ def _record(
         toolkits=list(kept.toolkits),
         paths=kept.paths,
         warnings=kept.warnings,
+        notes=grader.notes,
         argv=[_text(word) for word in args.argv or ()],
         shell=_text(args.shell or b""),
         env=PYTHON | args.env,
