@@ -39,16 +39,20 @@ from libdsec.model import (
     HostStats,
     ImageConfig,
     ImportProgress,
+    KeptPath,
+    KeptWarning,
     LayerInfo,
     Metrics,
     Output,
     Packed,
     PolicyRow,
     PtySize,
+    Record,
     SandboxInfo,
     SandboxPolicy,
 )
 from libdsec.pty import Pty
+from libdsec.record import SignedRecord, Verified, check_record
 from libdsec.result import CommandResult
 from libdsec.sandbox import Sandbox
 from libdsec.session import Session
@@ -59,8 +63,9 @@ __all__ = [
     "AlreadyExists", "BuildStep", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult",
     "Commands", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
     "Exhausted", "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "ImageConfig",
-    "ImportProgress", "Internal", "InvalidArgument", "LayerInfo", "Layers", "Metrics", "NotFound",
-    "Output", "Packed", "PermissionDenied", "PolicyRow", "Pty", "PtySize", "Sandbox",
-    "SandboxInfo", "SandboxPolicy", "Session", "Timeout", "Unavailable", "Unsupported",
-    "WatchHandle", "WriteEntry", "WriteInfo", "WrongState", "__version__",
+    "ImportProgress", "Internal", "InvalidArgument", "KeptPath", "KeptWarning", "LayerInfo",
+    "Layers", "Metrics", "NotFound", "Output", "Packed", "PermissionDenied", "PolicyRow", "Pty",
+    "PtySize", "Record", "Sandbox", "SandboxInfo", "SandboxPolicy", "Session", "SignedRecord",
+    "Timeout", "Unavailable", "Unsupported", "Verified", "WatchHandle", "WriteEntry", "WriteInfo",
+    "WrongState", "__version__", "check_record",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from libdsec.errors import DSecError, WrongState
 from libdsec.layers import Layers
 from libdsec.link import Link, pack, unpack
 from libdsec.progress import ImportCallback, progress_items
+from libdsec.record import key_text
 from libdsec.sandbox import Sandbox
 
 _ANSWER_S = 1.0  # the daemon knows better why a create took too long: let it say so first
@@ -172,6 +173,15 @@ class DSecClient:
     async def check(self) -> list[model.Feature]:
         """Return which kernel features the daemon's host has, and why not."""
         return await self._link.call("host.check", {}, list[model.Feature], retry=True)
+
+    async def verify_key(self) -> str:
+        """Return the public key of this host's records of grading, as `check_record` takes it.
+
+        It is made when it is first asked for or used, and stays. Ask the host itself, not whoever
+        hands a record in.
+        """
+        answer = await self._link.call("host.verify_key", {}, model.VerifyKey, retry=True)
+        return key_text(answer.key)
 
     async def host_stats(self) -> model.HostStats:
         """Return what the daemon holds and how much more it may take."""

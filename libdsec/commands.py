@@ -30,6 +30,7 @@ def exec_args(
     cwd: Word | None = None,
     user: str | None = None,
     session: str | None = None,
+    interpreter: str | None = None,
 ) -> model.ExecArgs:
     """Describe a command: a str or bytes is for the shell, a sequence is an argv."""
     shell = isinstance(command, (str, bytes))
@@ -37,6 +38,7 @@ def exec_args(
         cid=execution.new_cid(),
         shell=encode_word(command) if isinstance(command, (str, bytes)) else None,
         argv=None if shell else [encode_word(word) for word in command],  # type: ignore[arg-type]
+        interpreter=interpreter,
         session=session,
         env=dict(env or {}),
         cwd=None if cwd is None else encode_word(cwd),

@@ -54,7 +54,7 @@ def data_sink(callback: DataCallback | None) -> Sink | None:
     return lambda data, last: callback(data) if data else None
 
 
-async def _give(sink: Sink, data: bytes, last: bool = False) -> None:
+async def give(sink: Sink, data: bytes, last: bool = False) -> None:
     answer = sink(data, last)
     if inspect.isawaitable(answer):
         await answer
@@ -187,7 +187,7 @@ class OutputStream:
             self._kept[output.stream] += output.data
         sink = self._sinks[output.stream]
         if sink is not None:
-            await _give(sink, output.data)
+            await give(sink, output.data)
         return output
 
     def _ended(self, end: model.CommandResult) -> None:
@@ -204,7 +204,7 @@ class OutputStream:
     async def _finish(self, end: model.CommandResult) -> None:
         for sink in self._sinks.values():
             if sink is not None:
-                await _give(sink, b"", True)
+                await give(sink, b"", True)
         kept = self._kept
         out, err = (bytes(kept[1]), bytes(kept[2])) if kept else (b"", b"")
         self.result = from_model(end, out, err)

@@ -31,6 +31,11 @@ from libdsec.model_policy import PolicySummary as PolicySummary
 from libdsec.model_policy import PolicyTest as PolicyTest
 from libdsec.model_policy import SandboxPolicy as SandboxPolicy
 from libdsec.model_policy import UpdateNetwork as UpdateNetwork
+from libdsec.model_verify import KeptPath as KeptPath
+from libdsec.model_verify import KeptWarning as KeptWarning
+from libdsec.model_verify import Record as Record
+from libdsec.model_verify import VerifyArgs as VerifyArgs
+from libdsec.model_verify import VerifyKey as VerifyKey
 
 State = Literal["creating", "running", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
@@ -213,7 +218,7 @@ class Event(_Info):
     sandbox: str
     kind: Literal[
         "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "packed",
-        "checkpoint", "checkpoint_deleted", "rollback", "dropped", "denied", "policy",
+        "checkpoint", "checkpoint_deleted", "rollback", "dropped", "denied", "policy", "verified",
     ]  # fmt: skip
     detail: dict[str, str] = {}
 
@@ -260,14 +265,16 @@ class ExecArgs(_Args):
 
     `cid` is chosen by the caller and names the command; starting a cid that exists attaches to
     it instead of running it twice. Exactly one of `argv` and `shell`. With `session` the shell
-    string runs inside that session. `stdin` keeps a stream open for `exec.stdin`. A
-    `background` command outlives its call and its connection. `env` is merged over the
-    sandbox's.
+    string runs inside that session; else in `interpreter`, the path of a shell in the sandbox, or
+    without that in the platform's own shell (a static bash of the host, as ``bash -p``). `stdin`
+    keeps a stream open for `exec.stdin`. A `background` command outlives its call and its
+    connection. `env` is merged over the sandbox's.
     """
 
     cid: str
     argv: list[bytes] | None = None
     shell: bytes | None = None
+    interpreter: str | None = None
     session: str | None = None
     env: dict[str, str] = {}
     cwd: bytes | None = None
@@ -324,6 +331,19 @@ class CommandResult(_Info):
     duration_s: float = 0.0
 
 
+class Verified(_Info):
+    """How the grader ended, without its output, and the record as JSON with its signature.
+
+    `record` is canonical: keys sorted, no spaces, defaults left out. `signature` is Ed25519 over
+    it (RFC 8032), `key` the public key it was made with, 32 bytes.
+    """
+
+    result: CommandResult
+    record: bytes
+    signature: bytes
+    key: bytes
+
+
 class AttachArgs(_Args):
     """op `exec.attach`: stream of `Output` from these offsets on, reply `CommandResult` at the end;
     op `exec.wait` → `CommandResult` without output."""
@@ -367,7 +387,7 @@ class SessionArgs(_Args):
     env: dict[str, str] = {}
     cwd: bytes | None = None
     user: str | None = None
-    shell: str | None = None  # default: /bin/bash where it exists, else /bin/sh
+    shell: str | None = None  # a path in the sandbox; default: the platform's own
 
 
 # --- files (op target = sandbox id) -----------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from libdsec import execution, forward, model
+from libdsec import execution, forward, model, verification
 from libdsec.batch import Batch
-from libdsec.commands import Commands, Word, exec_args
+from libdsec.commands import Commands, Word, encode_word, exec_args
 from libdsec.connection import ConnectionLost
 from libdsec.errors import AlreadyExists, DSecError, Internal, NotFound
 from libdsec.execution import TextCallback, text_sink
@@ -20,6 +20,7 @@ from libdsec.files import Files
 from libdsec.forward import ForwardServer
 from libdsec.link import Link
 from libdsec.pty import Pty
+from libdsec.record import Verified
 from libdsec.result import CommandResult
 from libdsec.session import Session
 
@@ -80,12 +81,16 @@ class Sandbox:
         user: str | None = None,
         check: bool = False,
         session: str | None = None,
+        shell: str | None = None,
         on_stdout: TextCallback | None = None,
         on_stderr: TextCallback | None = None,
         input: str | bytes | None = None,
     ) -> CommandResult:
         """Run `command` in a shell and return its result when the command itself has ended.
 
+        The shell is a bash of the platform's that nothing in the sandbox can change, started as
+        ``bash -p``, which reads neither start-up files nor BASH_ENV; `shell` is the path of one in
+        the sandbox instead.
         `timeout` (seconds) kills its whole process tree and sets `timed_out`; a child left in the
         background does not hold the call. `env` is merged over the sandbox's; `input` is its
         stdin (otherwise empty). A command of a `session` has the session's own and takes none of
@@ -93,7 +98,10 @@ class Sandbox:
         Output goes to the callbacks as text while it comes, and into the result. A cancelled call
         kills the command. A restart of the daemon in between is not noticed.
         """
-        args = exec_args(command, timeout=timeout, env=env, cwd=cwd, user=user, session=session)
+        args = exec_args(
+            command, timeout=timeout, env=env, cwd=cwd, user=user, session=session,
+            interpreter=shell,
+        )  # fmt: skip
         return await self._run(args, check, on_stdout, on_stderr, input)
 
     async def run(
@@ -139,7 +147,10 @@ class Sandbox:
         user: str | None = None,
         shell: str | None = None,
     ) -> Session:
-        """Open a shell session whose state persists. Raises `AlreadyExists` for a taken name."""
+        """Open a shell session whose state persists. Raises `AlreadyExists` for a taken name.
+
+        `shell` as in `run_shell`.
+        """
         args = model.SessionArgs(
             name=name or f"s-{uuid.uuid4().hex[:12]}",
             env=dict(env or {}),
@@ -292,6 +303,50 @@ class Sandbox:
             builder=builder,
         )  # fmt: skip
         return await self._link.call("sandbox.pack_diff", args, model.Packed, timeout_s=0)
+
+    async def verify(
+        self,
+        command: str | bytes | Sequence[Word],
+        keep: Sequence[Word],
+        *,
+        toolkit: str | Sequence[str] = (),
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        cwd: Word | None = None,
+        workspace: bool = True,
+        strict: bool = False,
+        on_stdout: TextCallback | None = None,
+        on_stderr: TextCallback | None = None,
+    ) -> Verified:
+        """Grade what the sandbox holds at the paths `keep`, where nothing else of it can reach.
+
+        `command` (shell text for the platform's shell, or an argv) runs in a fresh sandbox: the
+        layers that this one began with, the kept paths over them as they are now, and the layers
+        `toolkit`, the grader's own, on top. It has no network, the image's environment with `env`
+        over it, this sandbox's limits, and sees none of its processes, which stand still while
+        their files are read. Without `workspace` its workspace layer is left out.
+
+        The result has the signed record of what was graded. What could make a grader say what the
+        agent wants is in its warnings (docs/verify.md); with `strict` such files raise
+        `PermissionDenied`. Raises `InvalidArgument` for a path that cannot be kept, `NotFound`,
+        `WrongState`, `Exhausted`; a command that fails is a result.
+        """
+        described = exec_args(command, cwd=cwd)
+        args = model.VerifyArgs(
+            id=self.id,
+            argv=described.argv,
+            shell=described.shell,
+            keep=[encode_word(path) for path in keep],
+            toolkits=[toolkit] if isinstance(toolkit, str) else list(toolkit),
+            timeout_s=timeout_s,
+            env=dict(env or {}),
+            user=user,
+            cwd=described.cwd,
+            workspace=workspace,
+            strict=strict,
+        )
+        return await verification.run(self._link, args, text_sink(on_stdout), text_sink(on_stderr))
 
     async def stop(self) -> model.SandboxInfo:
         """Kill everything in the sandbox and give back what it held. Raises `NotFound`."""

@@ -55,6 +55,7 @@ from libdsec.files import (
 )
 from libdsec.layers import LayerInfos
 from libdsec.progress import ImportCallback
+from libdsec.record import Verified
 from libdsec.result import CommandResult
 from libdsec.sandbox import Checkpoints
 from libdsec.transfer import Progress

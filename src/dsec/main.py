@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import click
 
-from dsec import audit, completion, copy, execute, host, layer, policy, sandboxes
+from dsec import audit, completion, copy, execute, host, layer, policy, sandboxes, verify
 from dsec.session import Settings
 from libdsec import __version__
 
@@ -44,7 +44,7 @@ def cli(
 for _command in (
     host.check, sandboxes.run, sandboxes.ps, execute.exec_, execute.shell, copy.copy, execute.logs,
     host.stats, host.events, sandboxes.stop, layer.layer, layer.pack, policy.policy, audit.audit,
-    completion.completion, host.version,
+    completion.completion, host.version, verify.verify, verify.verify_record, verify.verify_key,
 ):  # fmt: skip
     cli.add_command(_command)
 

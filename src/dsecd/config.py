@@ -35,6 +35,7 @@ class Paths(_Section, frozen=True):
     state: str = "/var/lib/dsec"
     spawner: str = ""
     init: str = ""
+    shell: str = ""  # a static bash; "" → /bin/bash-static
 
 
 class Listen(_Section, frozen=True):

@@ -1,7 +1,8 @@
 """dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
-checkpoint was copied; ``fail-a-mount`` lets mounts of layers fail.
+checkpoint was copied, ``in-a-keep`` while what is graded is read; ``fail-a-mount`` lets mounts of
+layers fail.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """
@@ -19,7 +20,7 @@ import msgspec
 from dsecd import __main__ as entry
 from dsecd import config as configuration
 from dsecd import fastpath, log
-from dsecd.backends import container, container_checkpoints
+from dsecd.backends import container, container_checkpoints, container_keep
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_roots import unneeded
@@ -63,6 +64,15 @@ def die_in_a_copy() -> None:
     container_checkpoints._copy_tree = deadly
 
 
+def die_in_a_keep() -> None:
+    """SIGKILL while the agent stands still and what is graded of it is read."""
+
+    def deadly(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    container_keep.read_kept = deadly  # type: ignore[assignment]
+
+
 def fail_a_mount(order: Path) -> None:
     """Fail the nth call that mounts a layer, when the file `order` says n."""
 
@@ -102,6 +112,8 @@ def main() -> int:
         fail_a_mount(Path(sys.argv[3]).with_name("fail-a-mount"))
     if name == "in-a-copy":
         die_in_a_copy()
+    if name == "in-a-keep":
+        die_in_a_keep()
     if name in ("before-tidy", "after-tidy"):
         die_in_a_deletion(after=name == "after-tidy")
     config = configuration.load(Path(sys.argv[3]))

@@ -144,6 +144,7 @@ const char *args_exec(struct mp_bytes raw, struct exec_args *out)
         FIELD(struct exec_args, "cid", cid, NAME),
         FIELD(struct exec_args, "argv", argv, TEXTS),
         FIELD(struct exec_args, "shell", shell, TEXT),
+        FIELD(struct exec_args, "interpreter", interpreter, NAME),
         FIELD(struct exec_args, "session", session, NAME),
         FIELD(struct exec_args, "env", env, PAIRS),
         FIELD(struct exec_args, "cwd", cwd, PATH),
@@ -168,6 +169,8 @@ const char *args_exec(struct mp_bytes raw, struct exec_args *out)
     struct mp_reader argv = mp_reader_of(out->argv.p, out->argv.n);
     if (out->argv.p && mp_get_array(&argv) == 0)
         return "field \"argv\" is empty";
+    if (out->interpreter.p && (!out->shell.p || out->session.p || !out->interpreter.n))
+        return "field \"interpreter\" goes with \"shell\", outside of a session";
     if (out->input.n > INLINE_BYTES)
         return "field \"input\" is larger than 65536 bytes: use \"stdin\"";
     if (out->pty_raw.p && (problem = parse_pty(out)))

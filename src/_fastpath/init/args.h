@@ -16,7 +16,7 @@ struct opt_f64 {
 
 /* A bytes field whose `p` is NULL was left out (or nil). */
 struct exec_args {
-    struct mp_bytes cid, shell, session, cwd, user, input;
+    struct mp_bytes cid, shell, interpreter, session, cwd, user, input;
     struct mp_bytes argv, env, groups, pty_raw; /* still encoded */
     struct opt_u64 output_limit;
     struct opt_f64 timeout_s;

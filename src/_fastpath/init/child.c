@@ -235,15 +235,18 @@ static void place(const struct child_fds *fds)
     int out = lift(fds->out < 0 ? null_fd : fds->out);
     int err = lift(fds->err < 0 ? null_fd : fds->err);
     int feed = lift(fds->feed), status = lift(fds->status);
-    int ctl = lift(ctl_fd);
+    int ctl = lift(ctl_fd), shell = lift(fds->shell ? FD_SHELL : -1);
     if (dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0 ||
         dup3(ctl, CTL_FD, O_CLOEXEC) < 0)
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     ctl_fd = CTL_FD;
+    if (shell >= 0 && dup3(shell, SHELL_FD, O_CLOEXEC) < 0)
+        child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     if (feed >= 0 && (dup2(feed, SHELL_FEED_FD) < 0 || dup2(status, SHELL_STATUS_FD) < 0))
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     /* What stays open is a way out of the sandbox: directories of the host, namespaces. */
-    if (syscall(SYS_close_range, CTL_FD + 1, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0) < 0 ||
+    unsigned first = shell >= 0 ? SHELL_FD + 1 : CTL_FD + 1;
+    if (syscall(SYS_close_range, first, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0) < 0 ||
         (feed >= 0 && syscall(SYS_close_range, SHELL_FEED_FD + 1, ~0U, 0) < 0))
         child_fail(INTERNAL, "cannot close descriptors: %s", strerror(errno));
 }

@@ -48,9 +48,11 @@ struct child_fds {
     int in, out, err; /* -1: /dev/null */
     int ctl;
     int feed, status; /* of a session's shell, on 9 and 8 there; -1: none */
+    bool shell;       /* the platform's shell stays open, on 4 */
 };
 
 #define CTL_FD 3
+#define SHELL_FD 4
 #define SHELL_FEED_FD 9
 #define SHELL_STATUS_FD 8
 

@@ -15,7 +15,8 @@ enum {
     FD_UTSNS = 10,
     FD_CGROUPNS = 11,
     FD_UPPER = 12,
-    FD_FIRST_FREE = 13,
+    FD_SHELL = 13,
+    FD_FIRST_FREE = 14,
 };
 
 struct config {
@@ -30,7 +31,7 @@ struct config {
     int oom_score_adj;
     bool no_new_privs;
     bool any_peer; /* --any-peer: answer processes of our own PID namespace too (tests, VMs) */
-    bool has_cgroup, has_spool, has_upper;
+    bool has_cgroup, has_spool, has_upper, has_shell;
 };
 
 extern struct config config;

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <termios.h>
 #include <unistd.h>
 
@@ -211,6 +212,24 @@ static const char *default_shell(void)
     return access("/bin/bash", X_OK) == 0 ? "/bin/bash" : "/bin/sh";
 }
 
+/* The host's static bash, by its descriptor: what root inside did to its files and its loader does not
+ * matter. -p: neither BASH_ENV nor functions and options of the environment are taken. */
+static _Noreturn void run_platform_shell(const char *text, const struct environment *env)
+{
+    char *argv[] = { (char *)(uintptr_t) "bash", (char *)(uintptr_t) "-p", (char *)(uintptr_t) "-c",
+                     (char *)(uintptr_t)text, NULL };
+    syscall(SYS_execveat, SHELL_FD, "", argv, env->entries, AT_EMPTY_PATH);
+    child_fail_errno(errno, "cannot execute", bytes_of("the platform's shell"));
+}
+
+/* Without a shell of the platform the sandbox's own. */
+static struct child_fds with_shell(const struct child_fds *fds, bool wanted)
+{
+    struct child_fds with = *fds;
+    with.shell = wanted && config.has_shell;
+    return with;
+}
+
 static char **argv_of_shell(const char *shell, const char *text)
 {
     char **argv = (char **)(void *)take(4 * sizeof *argv);
@@ -224,7 +243,8 @@ static char **argv_of_shell(const char *shell, const char *text)
 _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *fds)
 {
     struct identity who;
-    child_enter(fds, args->user, args->groups, &who);
+    struct child_fds own = with_shell(fds, args->shell.p && !args->interpreter.p);
+    child_enter(&own, args->user, args->groups, &who);
     struct mp_reader r = mp_reader_of(args->argv.p, args->argv.n);
     size_t argc = args->argv.p ? mp_get_array(&r) : 3;
     /* Each string and pointer is rounded up to 16 bytes. */
@@ -234,8 +254,12 @@ _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *
         open_terminal(args->rows, args->cols);
     enter_directory(args->cwd, &who);
     struct environment env = env_build(&who, args->env, args->pty);
-    if (args->shell.p)
-        run(argv_of_shell(default_shell(), text_of(args->shell)), 3, &env);
+    if (own.shell)
+        run_platform_shell(text_of(args->shell), &env);
+    if (args->shell.p) {
+        const char *shell = args->interpreter.p ? text_of(args->interpreter) : default_shell();
+        run(argv_of_shell(shell, text_of(args->shell)), 3, &env);
+    }
     char **argv = (char **)(void *)take((argc + 1) * sizeof *argv);
     for (size_t i = 0; i < argc; i++)
         argv[i] = text_of(mp_get_bytes(&r));
@@ -255,11 +279,14 @@ static const char driver[] =
 _Noreturn void shell_child(const struct session_args *args, const struct child_fds *fds)
 {
     struct identity who;
-    child_enter(fds, args->user, (struct mp_bytes){ 0 }, &who);
+    struct child_fds own = with_shell(fds, !args->shell.n);
+    child_enter(&own, args->user, (struct mp_bytes){ 0 }, &who);
     size_t entries = pairs(config.env) + pairs(args->env) + 64;
     arena_open(config.env.n + args->env.n + entries * 64 + 65536);
     enter_directory(args->cwd, &who);
     struct environment env = env_build(&who, args->env, false);
+    if (own.shell)
+        run_platform_shell(driver, &env);
     const char *shell = args->shell.n ? text_of(args->shell) : default_shell();
     run(argv_of_shell(shell, driver), 3, &env);
 }

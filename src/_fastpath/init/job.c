@@ -323,7 +323,7 @@ static void close_all(const int *fds, size_t n)
 static bool plumb(struct plumbing *p, const struct exec_args *args)
 {
     int pair[2];
-    *p = (struct plumbing){ -1, -1, -1, -1, { -1, -1, -1, -1, -1, -1 } };
+    *p = (struct plumbing){ -1, -1, -1, -1, { -1, -1, -1, -1, -1, -1, false } };
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)
         return false;
     p->ctl = pair[0];

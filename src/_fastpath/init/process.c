@@ -95,6 +95,8 @@ static void adopt_descriptors(void)
             config.has_cgroup = given;
         if (fd == FD_UPPER)
             config.has_upper = given;
+        if (fd == FD_SHELL)
+            config.has_shell = given;
         if (fd >= FD_USERNS && fd <= FD_CGROUPNS)
             namespace_given[fd - FD_USERNS] = given;
     }

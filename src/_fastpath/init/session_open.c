@@ -35,7 +35,7 @@ static bool plumb(int ours[5], struct child_fds *child)
     int pair[2];
     for (int i = 0; i < 5; i++)
         ours[i] = -1;
-    *child = (struct child_fds){ -1, -1, -1, -1, -1, -1 };
+    *child = (struct child_fds){ -1, -1, -1, -1, -1, -1, false };
     if (!pipe_make(&ours[0], &child->out, true) || !pipe_make(&ours[1], &child->err, true) ||
         !pipe_make(&ours[2], &child->feed, false) || !pipe_make(&ours[3], &child->status, true) ||
         socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)

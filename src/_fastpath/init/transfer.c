@@ -433,7 +433,7 @@ static bool plumb(struct transfer *t, struct file_task *task, int ours[3])
 void transfer_start(struct call *call, enum file_op op, const struct path_args *args)
 {
     struct transfer *t = transfer_new(call);
-    struct file_task task = { op, args, { -1, -1, -1, -1, -1, -1 } };
+    struct file_task task = { op, args, { -1, -1, -1, -1, -1, -1, false } };
     int ours[3] = { -1, -1, -1 };
     if (!t) {
         call_fail(call, "exhausted", "%d file operations are running", MAX_TRANSFERS);

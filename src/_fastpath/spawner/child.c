@@ -11,7 +11,7 @@
 #include "native/process.h"
 #include "spawner/root.h"
 
-#define PARKED 64 /* descriptors wait from here on while 0..11 are dealt out */
+#define PARKED 64 /* descriptors wait from here on while 0..14 are dealt out */
 #define OOM_SCORE "-900"
 
 /* Belongs to the new PID namespace, and to the host's user namespace: real root mounts it. */
@@ -159,14 +159,14 @@ static int drop_root(struct creation *c)
     return reset_signals();
 }
 
-/* 0..2 /dev/null, 3..12 as docs/protocol.md says, 13 the executable (closed by the exec). */
+/* 0..2 /dev/null, 3..13 as docs/protocol.md says, 14 the executable (closed by the exec). */
 static int deal_out_fds(struct creation *c)
 {
     const int wanted[] = {
         c->host->null,      c->host->null,     c->host->null,     c->fd[FD_LISTENER],
         c->fd[FD_CONFIG],   c->fd[FD_SPOOL],   c->fd[FD_CGROUP],  c->fd[FD_USERNS],
         c->fd[FD_NS_MNT],   c->fd[FD_NS_IPC],  c->fd[FD_NS_UTS],  -1,
-        c->fd[FD_UPPER],    c->host->init,
+        c->fd[FD_UPPER],    c->host->shell,    c->host->init,
     };
     enum { COUNT = sizeof wanted / sizeof *wanted };
     int parked[COUNT];
@@ -190,7 +190,7 @@ static int execute(void)
     static char *const arguments[] = { "dsec-init", NULL };
     static char *const environment[] = { NULL };
     return (int)KERNEL(
-        syscall(SYS_execveat, 13, "", arguments, environment, AT_EMPTY_PATH));
+        syscall(SYS_execveat, 14, "", arguments, environment, AT_EMPTY_PATH));
 }
 
 static int run_child_steps(struct creation *c)

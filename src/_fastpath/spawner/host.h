@@ -16,6 +16,7 @@ struct host {
     int own_mounts;  /* ours */
     int null;        /* /dev/null */
     int init;        /* the executable of PID 1 */
+    int shell;       /* the platform's shell, for PID 1 to keep; -1: there is none */
     int net;         /* O_PATH of our /proc/thread-self/net */
     int own_netns;   /* network namespace of the host */
     bool may_lower_oom;

@@ -326,14 +326,17 @@ int main(int argc, char **argv)
     static struct spawner spawner;
     const char *step = "";
 
-    if (argc < 4 || argc > 5 || (argc == 5 && strcmp(argv[4], "by-path") != 0)) {
-        fputs("usage: dsec-spawner FD INIT FILTER [by-path]\n", stderr);
+    if (argc < 5 || argc > 6 || (argc == 6 && strcmp(argv[5], "by-path") != 0)) {
+        fputs("usage: dsec-spawner FD INIT FILTER SHELL [by-path]\n", stderr);
         return 2;
     }
     spawner.control = atoi(argv[1]);
-    spawner.host.by_path = argc == 5;
+    spawner.host.shell = atoi(argv[4]);
+    spawner.host.by_path = argc == 6;
     set_signals();
     fcntl(spawner.control, F_SETFD, FD_CLOEXEC);
+    if (spawner.host.shell >= 0)
+        fcntl(spawner.host.shell, F_SETFD, FD_CLOEXEC);
     prctl(PR_SET_NAME, "dsec-spawner");
     struct reply ready = { .fd_count = 0 };
     ready.error = start(&spawner, argv[2], atoi(argv[3]), &step);

@@ -20,8 +20,10 @@ from dsecd.api import policies
 from dsecd.api.local import LocalCall
 from dsecd.api.progress import told
 from dsecd.engine import snapshots, usage
+from dsecd.engine import verify as grading
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
+from dsecd.engine.signing import Signer
 from dsecd.images.tool import Report, unreported
 from libdsec import model
 from libdsec.errors import DSecError, InvalidArgument, Timeout, to_wire
@@ -57,6 +59,7 @@ class Operations:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._started = time.monotonic()
+        self._signer = Signer(manager.config.state / "verify.key")
         entries: list[tuple[str, Any, Callable[..., Any], bool]] = [
             ("sandbox.create", model.CreateArgs, self.create, False),
             ("sandbox.create_many", model.CreateManyArgs, self.create_many, False),
@@ -78,6 +81,8 @@ class Operations:
             ("sandbox.checkpoint", model.SandboxRef, self.checkpoint, False),
             ("sandbox.checkpoints", model.SandboxRef, self.checkpoints, True),
             ("sandbox.rollback", model.CheckpointRef, self.rollback, False),
+            ("sandbox.verify", model.VerifyArgs, self.verify, False),
+            ("host.verify_key", msgspec.Raw, self.verify_key, True),
             ("sandbox.delete_checkpoint", model.CheckpointRef, self.delete_checkpoint, False),
             *policies.entries(manager),
         ]
@@ -182,6 +187,12 @@ class Operations:
 
     async def delete_checkpoint(self, call: LocalCall, args: model.CheckpointRef) -> None:
         await snapshots.delete_checkpoint(self._manager, args.id, args.checkpoint)
+
+    async def verify(self, call: LocalCall, args: model.VerifyArgs) -> model.Verified:
+        return await grading.verify(self._manager, self._signer, _owner(call), args, call.send)
+
+    def verify_key(self, call: LocalCall, args: msgspec.Raw) -> model.VerifyKey:
+        return model.VerifyKey(key=self._signer.public())
 
     async def metrics(self, call: LocalCall, args: model.SandboxRef) -> model.Metrics:
         return await usage.metrics(self._manager, args.id)

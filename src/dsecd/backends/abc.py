@@ -48,6 +48,8 @@ from libdsec.model import (
     Checkpoint,
     Collected,
     Feature,
+    KeptPath,
+    KeptWarning,
     LayerCollapse,
     LayerImport,
     LayerInfo,
@@ -75,6 +77,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     survives_daemon: bool = False  # sandboxes live on when the daemon ends
     oom: bool = False  # reports OOM kills
     layers: bool = False
+    shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
@@ -139,6 +142,25 @@ class Listener(Protocol):
     def oom(self, sandbox: str, kills: int) -> None: ...
     def denied(self, sandbox: str, detail: dict[str, str]) -> None:
         """The policy refused something: the detail of an event of kind `denied`."""
+
+
+class KeepArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What is graded: absolute paths inside. See `model.VerifyArgs`."""
+
+    paths: tuple[bytes, ...]
+    toolkits: tuple[str, ...] = ()
+    workspace: bool = True
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer of kept paths: it belongs on `layers`, bottom first, and below `toolkits`."""
+
+    digest: str
+    layers: tuple[str, ...]
+    toolkits: tuple[str, ...]
+    paths: list[KeptPath]
+    warnings: list[KeptWarning]
+    frozen_ms: float
 
 
 Save = Callable[[Handle], Awaitable[None]]
@@ -215,6 +237,12 @@ class Backend(Protocol):
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         """Save what a running sandbox changed as a layer. Raises `AlreadyExists`, `Exhausted`."""
+
+    async def keep(self, handle: Handle, args: KeepArgs) -> Kept:
+        """Save paths of a running sandbox as a layer without a name on what it began with.
+
+        Raises `InvalidArgument` for a path that cannot be kept, `NotFound` for a toolkit.
+        """
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
         """Remember the present files. `save` journals the handle as it is then, more than once.

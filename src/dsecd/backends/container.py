@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import msgspec
 
+from dsecd.backends import abc, container_pack
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_checkpoints import FD_UPPER, Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_keep import keep
 from dsecd.backends.container_oom import OomEars
-from dsecd.backends.container_pack import Subject, pack_diff
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
     Resources,
@@ -31,7 +32,7 @@ from dsecd.backends.container_plan import (
     on_disk,
     runtime_dir,
 )
-from dsecd.backends.container_roots import branch, stack
+from dsecd.backends.container_roots import branch
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import processes
@@ -74,6 +75,8 @@ class ContainerBackend:
         self._checkpoints.start()
         await self._host.start()
         self._host.secrets.listener = listener
+        shell = not self._host.shell_missing
+        self.capabilities = msgspec.structs.replace(self.capabilities, shell=shell)
 
     async def close(self) -> None:
         for holding in self._holdings.values():
@@ -225,6 +228,8 @@ class ContainerBackend:
                 f"the upper layer is in memory and holds {holding.upper_bytes >> 20} MiB "
                 f"({MEMORY_UPPER_SHARE:.0%} of memory_limit_mb)"
             )
+        if spec is not None and self._host.shell_missing:
+            notes.append(f"sessions and run_shell use its own shell: {self._host.shell_missing}")
         assert holding.channel is not None
         return Instance(
             handle=holding.handle(),
@@ -426,19 +431,12 @@ class ContainerBackend:
         )
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
-        holding = self._holdings[handle.sandbox]
-        assert holding.range is not None
-        assert holding.cgroup is not None
-        subject = Subject(
-            sandbox=holding.sandbox,
-            pid=holding.pid,
-            cgroup=holding.cgroup.path,
-            uid_base=holding.range.uid_base,
-            layers=tuple(layer.digest for layer in holding.layers),
-            defaults=holding.defaults,
-            below=tuple((saved.path, saved.uid_base) for saved in stack(holding.roots)),
-        )
-        return await pack_diff(self._host.layers, self._host.driver, subject, args)
+        subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host
+        return await container_pack.pack_diff(host.layers, host.driver, subject, args)
+
+    async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
+        subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host
+        return await keep(host.layers, host.driver, subject, args)
 
     async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
         holding = self._holdings[handle.sandbox]

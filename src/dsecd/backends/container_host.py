@@ -18,7 +18,7 @@ from dsecd.backends.container_network import Networks
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.backends.container_secrets import Secrets
 from dsecd.config import Config
-from dsecd.host import cgroup, probe, shared_limits, sockets, spawner, tree
+from dsecd.host import cgroup, probe, shared_limits, shell, sockets, spawner, tree
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
@@ -57,6 +57,8 @@ class ContainerHost:
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
         self._sandboxes, self._spool = runtime / "sb", state / "spool"
         self._limits = runtime / "raised-limits.json"
+        self.shell_missing = "not looked for yet"  # why the platform has no shell, "" when it has
+        self._shell = -1
 
     async def start(self) -> None:
         """Build and start everything but the pools. Raises `Unsupported` with what is missing."""
@@ -80,6 +82,7 @@ class ContainerHost:
         self.networks.start(self.driver)
         self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
         self.template = self._make_template()
+        self._open_shell()
         self.spawners = await self._start_spawners()
 
     def _nat_config(self) -> NatConfig:
@@ -108,6 +111,14 @@ class ContainerHost:
             trace=self._config.log.level == "debug",
         )
 
+    def _open_shell(self) -> None:
+        try:
+            self._shell = shell.open_shell(self._config.paths.shell or shell.DEFAULT)
+            self.shell_missing = ""
+        except Unsupported as error:
+            self.shell_missing = error.message
+            logger.warning("sandboxes use their own shell: %s", error.message)
+
     async def _start_spawners(self) -> SpawnerPool:
         paths, pools = self._config.paths, self._config.pools
         binary = _binary(paths.spawner, "dsec-spawner")
@@ -120,6 +131,7 @@ class ContainerHost:
             init=init,
             base_filter=seccomp.base_filter(),
             by_path=not probe.feature("overlay_lower_fd").available,
+            shell=self._shell,
             take_slot=slots.acquire if slots else None,
             return_slot=_return_to(slots) if slots else None,
         )
@@ -199,7 +211,15 @@ class ContainerHost:
             for row in probe.probe()
         ]
         started = hasattr(self, "spawners")  # before that nobody knows about the volume
-        return [*rows, self.uppers.feature()] if started else rows
+        if not started:
+            return rows
+        own_shell = Feature(
+            name="platform_shell",
+            available=not self.shell_missing,
+            reason=self.shell_missing or "a static bash, run by descriptor",
+            needed_for="sessions, run_shell and verify without the sandbox's own shell",
+        )
+        return [*rows, self.uppers.feature(), own_shell]
 
     async def close(self, leave_nothing: bool) -> None:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""
@@ -209,6 +229,9 @@ class ContainerHost:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
         await self.spawners.close()
+        if self._shell >= 0:
+            os.close(self._shell)
+            self._shell = -1
         await self.networks.close(leave_nothing=leave_nothing)
         await self.netns.close()
         await self.ranges.close()

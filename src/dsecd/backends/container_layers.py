@@ -235,7 +235,7 @@ class ContainerLayers:
         return await self.library.resolve(name)
 
     @contextlib.asynccontextmanager
-    async def _mounted(self, environment: Environment) -> AsyncIterator[list[int]]:
+    async def mounted(self, environment: Environment) -> AsyncIterator[list[int]]:
         """Lend mounts of all layers, bottom first, as sandboxes have them."""
         located, held = await self._provide(environment), []
         try:
@@ -324,7 +324,7 @@ class ContainerLayers:
             return self._info(await self.library.point(args.to, top.digest, args.replace))
         digests = (*top.parents, top.digest)
         stack = await asyncio.gather(*(self.library.manifest(digest) for digest in digests))
-        async with self._mounted(Environment(digests, top.config)) as lowers:
+        async with self.mounted(Environment(digests, top.config)) as lowers:
             made = await collapse.collapse(
                 self.library, args.to, stack, lowers, replace=args.replace, report=report
             )

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_layers import ContainerLayers
+from dsecd.backends.container_roots import stack
 from dsecd.host import processes
 from dsecd.host.cgroup import TreeDriver
 from dsecd.images import names
@@ -46,6 +48,21 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     below: tuple[tuple[str, int], ...] = ()  # saved uppers and whose ids they have, oldest first
 
 
+def subject(holding: Holding) -> Subject:
+    """Return a container that runs as what takes part."""
+    assert holding.range is not None
+    assert holding.cgroup is not None
+    return Subject(
+        sandbox=holding.sandbox,
+        pid=holding.pid,
+        cgroup=holding.cgroup.path,
+        uid_base=holding.range.uid_base,
+        layers=tuple(layer.digest for layer in holding.layers),
+        defaults=holding.defaults,
+        below=tuple((saved.path, saved.uid_base) for saved in stack(holding.roots)),
+    )
+
+
 def open_upper(subject: Subject) -> int:
     """Return a descriptor of the present upper's directory. The subject must be alive and stay so.
 
@@ -55,24 +72,31 @@ def open_upper(subject: Subject) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+class Freeze:
+    """Holds a container's processes still; `ms` says for how long, the last time."""
+
+    def __init__(self, driver: TreeDriver, cgroup: str) -> None:
+        self._driver, self._cgroup = driver, cgroup
+        self.ms = 0.0
+
+    @contextlib.asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        begun = time.monotonic()
+        try:
+            await self._driver.freeze(self._cgroup)
+            yield
+        finally:
+            self.ms = round((time.monotonic() - begun) * 1e3, 3)
+            await self._driver.thaw(self._cgroup)
+
+
 async def pack_diff(
     layers: ContainerLayers, driver: TreeDriver, subject: Subject, args: PackArgs
 ) -> Packed:
     """Make the layer and name it. Raises what the freeze, the writer and the store raise."""
-    frozen = 0.0
+    freeze = Freeze(driver, subject.cgroup)
     reports: list[Report] = []
     rules = (*IDENTITY, *(RESIDUE if args.clean else ()), *(Rule(path) for path in args.omit))
-
-    @contextlib.asynccontextmanager
-    async def hold() -> AsyncIterator[None]:
-        nonlocal frozen
-        await driver.freeze(subject.cgroup)
-        begun = time.monotonic()
-        try:
-            yield
-        finally:
-            frozen = time.monotonic() - begun
-            await driver.thaw(subject.cgroup)
 
     upper = open_upper(subject)
     gate = Gate()
@@ -95,7 +119,7 @@ async def pack_diff(
         ),
     )
     try:
-        made = await layers.library.make(args.name, read, recipe, args.replace, gate, hold)
+        made = await layers.library.make(args.name, read, recipe, args.replace, gate, freeze.hold)
     finally:
         os.close(upper)
     return Packed(
@@ -103,7 +127,7 @@ async def pack_diff(
         digest=made.digest,
         size_bytes=made.manifest.content_bytes,
         entries=made.manifest.entries,
-        frozen_ms=round(frozen * 1e3, 3),
+        frozen_ms=freeze.ms,
         notes=[note for report in reports for note in report.notes()],
     )
 

@@ -19,6 +19,8 @@ from dsecd.backends.abc import (
     Capabilities,
     Handle,
     Instance,
+    KeepArgs,
+    Kept,
     Layers,
     Listener,
     Receiver,
@@ -408,6 +410,9 @@ class FakeBackend:
         return []
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
+        raise Unsupported("the fake backend keeps no layers", reason="fake")
+
+    async def keep(self, handle: Handle, args: KeepArgs) -> Kept:
         raise Unsupported("the fake backend keeps no layers", reason="fake")
 
     def oom_kills(self, handle: Handle) -> int:

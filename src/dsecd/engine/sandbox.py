@@ -28,8 +28,9 @@ class Sandbox:
     __slots__ = (
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
         "claims", "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
-        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "owner", "pull", "ready",
-        "reason", "report", "saving", "sealed", "spec", "started", "state", "task", "waiters",
+        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "own", "owner", "pull",
+        "ready", "reason", "report", "saving", "sealed", "spec", "started", "state", "task",
+        "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +58,7 @@ class Sandbox:
         self.claim_deadline: float | None = None  # nobody has got the answer to the create
         self.waiters = 0  # callers that wait for the create
         self.claims = 0  # callers that got its answer
+        self.own = False  # the engine's, for one call: after a restart nobody has a claim to it
         self.oom_kills = 0
         self.commands: dict[str, int] = {}  # cid → OOM kills before it began
         self.ready: asyncio.Future[None] = loop.create_future()  # running, or the create's error
@@ -136,7 +138,7 @@ class Sandbox:
             address6=self.address6,
             notes=self.notes,
             policy=b"" if account is None else account.packed,
-            claimed=claimed,
+            claimed=claimed and not self.own,
         )
 
     def info(self, with_args: bool = False) -> SandboxInfo:

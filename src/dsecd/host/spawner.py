@@ -71,6 +71,7 @@ class SpawnerPool:
     Re-rootings have a process of their own, too: what the kernel allocates for one must not be
     charged to the groups of a creator's next child.
 
+    `shell` is a descriptor of the platform's shell, which the caller keeps open; -1: none.
     `by_path`: this kernel's overlayfs takes no descriptors (feature "overlay_lower_fd").
     `take_slot` and `return_slot` (v1 hosts) give and take back the groups that creators sit in. A
     process that dies is replaced; the calls it held fail with `Unavailable`.
@@ -84,11 +85,12 @@ class SpawnerPool:
         init: str,
         base_filter: bytes,
         by_path: bool = False,
+        shell: int = -1,
         take_slot: Callable[[], Slot] | None = None,
         return_slot: Callable[[Slot], None] | None = None,
     ) -> None:
         self._binary, self._init, self._count = binary, init, count
-        self._base_filter, self.by_path = base_filter, by_path
+        self._base_filter, self.by_path, self._shell = base_filter, by_path, shell
         self._take_slot, self._return_slot = take_slot, return_slot
         self._creators: list[Worker] = []
         self._destroyers: list[Worker] = []
@@ -116,7 +118,9 @@ class SpawnerPool:
             raise
 
     async def _add(self, group: list[Worker]) -> None:
-        worker = Worker(self._binary, self._init, self._base_filter, self._on_lost, self.by_path)
+        worker = Worker(
+            self._binary, self._init, self._base_filter, self._on_lost, self.by_path, self._shell
+        )
         group.append(worker)
         reply, _ = await worker.ready
         if reply.error:

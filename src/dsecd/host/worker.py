@@ -57,6 +57,7 @@ class Worker:
         base_filter: bytes,
         on_lost: Callable[[Worker], None],
         by_path: bool = False,
+        shell: int = -1,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
@@ -73,10 +74,10 @@ class Worker:
             self._socket = ours
             self._process = subprocess.Popen(
                 [
-                    *(binary, str(theirs.fileno()), init, str(filter_file.fileno())),
+                    *(binary, str(theirs.fileno()), init, str(filter_file.fileno()), str(shell)),
                     *(["by-path"] if by_path else ()),
                 ],
-                pass_fds=[theirs.fileno(), filter_file.fileno()],
+                pass_fds=[theirs.fileno(), filter_file.fileno(), *([shell] if shell >= 0 else ())],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a ^C on the daemon's terminal is not for it
                 env={},
