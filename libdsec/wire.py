@@ -126,7 +126,7 @@ class Splitter:
                 start = end
                 try:
                     yield _decoder.decode(body)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RecursionError) as error:
                     raise FrameError(f"peer sent a malformed frame: {error}") from error
         finally:
             if not whole:

@@ -45,6 +45,12 @@ def test_garbage_is_a_frame_error_or_nothing(data):
         pass
 
 
+def test_a_frame_nested_too_deeply_is_a_frame_error():
+    body = b"\x91" * 100_000 + b"\xc0"
+    with pytest.raises(wire.FrameError, match="malformed"):
+        list(wire.Splitter().feed(len(body).to_bytes(4, "big") + body))
+
+
 def test_oversized_frames_are_refused_on_both_sides():
     with pytest.raises(wire.FrameError, match="exceeds"):
         wire.encode(wire.Item(1, wire.pack(bytes(wire.MAX_FRAME))))

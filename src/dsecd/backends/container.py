@@ -23,6 +23,7 @@ from dsecd.backends.container_checkpoints import FD_UPPER, Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_keep import keep
+from dsecd.backends.container_network import OPEN
 from dsecd.backends.container_oom import OomEars
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
@@ -263,15 +264,14 @@ class ContainerBackend:
 
     async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
-        before = holding.policy
+        before = holding.policy or OPEN
         await self._host.networks.update(holding, policy)
         self._host.secrets.judge(holding)
         try:
             await save(holding.handle())
         except BaseException:
-            if before is not None:
-                await self._host.networks.update(holding, before)
-                self._host.secrets.judge(holding)
+            await self._host.networks.update(holding, before)
+            self._host.secrets.judge(holding)
             raise
 
     # --- destroy --------------------------------------------------------------------------------
