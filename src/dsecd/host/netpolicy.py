@@ -56,6 +56,7 @@ class Opening(msgspec.Struct, frozen=True):
 
 class _Policy(msgspec.Struct):
     number: int
+    lengths: bytes
     keys: list[bytes]
     users: int = 0
 
@@ -276,7 +277,8 @@ class NetworkPolicies:
             except BaseException:
                 self._rules.delete_all(keys)
                 raise
-            policy = self._policies[table] = _Policy(number, keys)
+            lengths = nettable.pack_lengths(table.rows)
+            policy = self._policies[table] = _Policy(number, lengths, keys)
         self._idle.pop(table, None)
         policy.users += 1
         return policy
@@ -383,7 +385,8 @@ def _packed(bound: _Bound) -> bytes:
     resolvers = [pack_address(address) for address in access.resolvers]
     own = [pack_address(address) for address in access.own]
     names = bound.names if bound.openings else 0
-    return nettable.pack_binding(bound.policy.number, names, flags, resolvers, own)
+    policy = bound.policy
+    return nettable.pack_binding(policy.number, policy.lengths, names, flags, resolvers, own)
 
 
 def _u64(value: int) -> bytes:

@@ -2,13 +2,14 @@
 
 The kernel finds the longest prefix of an address and nothing else. The prefixes that hold an
 address are a chain, so the rules that cover it are those of the longest one and of the shorter ones
-around it: each row gets all of them, denials taken out, and one look-up decides.
+around it: each row gets all of them, denials taken out, and one row decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from dsecd.host import nettable
 from dsecd.host.nettable import (
     ICMP,
     MAPPED,
@@ -35,8 +36,9 @@ _ALL = (0, LAST_PORT)
 def compile_table(policy: NetPolicy) -> Table:
     """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
     denied = [rule for rule in policy.rules if rule.verdict == "deny"]
+    rows = _rows(policy.rules, open_=policy.default == "allow")
     return Table(
-        _rows(policy.rules, open_=policy.default == "allow"),
+        (*rows, *_signposts(rows)),
         _rows([_flipped(rule) for rule in denied], open_=False) if denied else (),
     )
 
@@ -66,6 +68,29 @@ def _rows(rules: Sequence[NetRule], open_: bool) -> tuple[Row, ...]:
                 by_prefix.setdefault(prefix, []).append(rule)
         found += _chain(by_prefix, open_)
     return tuple(found)
+
+
+def _signposts(rows: Iterable[Row]) -> list[Row]:
+    """Return rows for the prefixes at which a search learns that there are longer ones.
+
+    Each says what the longest of `rows` around it says: it may be where the search ends.
+    """
+    known = {(row.address, row.bits): row.ranges for row in rows}
+    lengths = nettable.lengths(rows)
+    found: dict[tuple[bytes, int], Row] = {}
+    for row in rows:
+        mine = lengths[nettable.family(row)]
+        for place in nettable.probed(len(mine), mine.index(row.bits)):
+            at = (_cut(row.address, mine[place]), mine[place])
+            if mine[place] < row.bits and at not in known and at not in found:
+                around = ((_cut(at[0], bits), bits) for bits in reversed(mine[:place]))
+                found[at] = Row(*at, next(known[each] for each in around if each in known))
+    return list(found.values())
+
+
+def _cut(address: bytes, bits: int) -> bytes:
+    """Return the prefix of `address` that is `bits` long."""
+    return (int.from_bytes(address, "big") >> (128 - bits) << (128 - bits)).to_bytes(16, "big")
 
 
 def _root(version: int) -> tuple[int, int]:
