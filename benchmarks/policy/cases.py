@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dsecd.policy import catalogue, language, reference
 from dsecd.policy.compile import compile_policy
 from dsecd.policy.reference import Address, Kind, Opening
-from dsecd.policy.rules import LAST_PORT, NetPolicy
+from dsecd.policy.rules import DNS_PORT, LAST_PORT, NetPolicy
 from dsecd.policy.table import compile_table
 from libdsec.errors import InvalidArgument
 
@@ -86,7 +86,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A policy, how it is bound, and the names that the sandbox asks for before it tries anything.
+    """A policy and the names that the sandbox asks for before it tries anything.
 
     `written` is the policy in the language, for people.
     """
@@ -94,7 +94,6 @@ class Scenario:
     written: dict[str, Any]
     net: NetPolicy
     names: tuple[str, ...]
-    dns_only: bool
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -124,20 +123,15 @@ def entered(net: NetPolicy, names: Iterable[str]) -> dict[Address, set[Opening]]
 
 
 def model(scenario: Scenario) -> Callable[[Attempt], bool]:
-    """Return what says whether an attempt is allowed, by the reference and the words on binding:
-    port 53 leads to the resolver, and with `dns_only` nowhere else."""
+    """Return what says whether an attempt is allowed: the reference, and that the sandbox's
+    resolver can be asked under any policy."""
     opened = entered(scenario.net, scenario.names)
     resolvers = {ipaddress.ip_address(text) for text in RESOLVERS}
 
     def allows(attempt: Attempt) -> bool:
         address = reference.unmapped(ipaddress.ip_address(attempt.address))
-        if address.is_loopback or address.is_unspecified:
+        if address in resolvers and attempt.port == DNS_PORT and attempt.kind in ("tcp", "udp"):
             return True
-        if attempt.port == 53 and attempt.kind in ("tcp", "udp"):
-            if address in resolvers:
-                return True
-            if scenario.dns_only:
-                return False
         verdict = reference.decide_net(scenario.net, attempt.kind, address, attempt.port, opened)
         return verdict == "allow"
 
@@ -157,7 +151,7 @@ def scenario(rng: random.Random) -> Scenario:
         except InvalidArgument:
             continue  # contradictory, say
         names = tuple(rng.sample(sorted(ANSWERS), rng.randint(0, 6)))
-        return Scenario(written, net, names, rng.random() < 0.5)
+        return Scenario(written, net, names)
 
 
 def net_of(rules: list[dict[str, Any]]) -> NetPolicy:

@@ -28,7 +28,7 @@ from dsec_bench.policy.world import BOX, Agent, Cgroups, Wire, WorldError, in_na
 
 from dsecd.host import netpolicy, nettable
 from dsecd.host.netpolicy import Access, NetworkPolicies, sandbox_level
-from dsecd.policy.rules import NetPolicy
+from dsecd.policy.rules import NetPolicy, opens_dns
 from dsecd.policy.table import compile_table
 from dsecd.resolver import Lookups, Opening, SandboxResolver
 from dsecd.resolver.messages import Answer
@@ -62,8 +62,8 @@ class Disagreement:
         rules = "\n".join(f"    {rule}" for rule in (*net.rules, *net.names))
         return (
             f"{self.attempt}\n  kernel: {self.kernel}, model: {self.model}\n"
-            f"  policy: {self.scenario.written}\n  names asked for: {self.scenario.names}, "
-            f"dns_only: {self.scenario.dns_only}\n  rules that suffice, default {net.default}:\n"
+            f"  policy: {self.scenario.written}\n  names asked for: {self.scenario.names}\n"
+            f"  rules that suffice, default {net.default}:\n"
             f"{rules}"
         )
 
@@ -115,7 +115,8 @@ class Lab:
         """Bind the policy, ask for the names; return where the resolver parts from the model."""
         table = compile_table(scenario.net)
         resolvers = tuple(map(ipaddress.ip_address, cases.RESOLVERS))
-        made = Access(table=table, resolvers=resolvers, dns_only=scenario.dns_only)
+        dns_only = not opens_dns(scenario.net)
+        made = Access(table=table, resolvers=resolvers, dns_only=dns_only)
         self.policies.bind(self._box, made)
         resolver = SandboxResolver(
             scenario.net, cast(Lookups, _Answers()), _Sink(self.policies, self._box),
