@@ -6,6 +6,7 @@ Addresses are 16 bytes, IPv4 as ::ffff:a.b.c.d. `dsecd.policy.table` makes table
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -207,7 +208,8 @@ def combine(
 # --- bytes of the maps --------------------------------------------------------------------------
 
 
-def _parts(ranges: Sequence[PortRange]) -> list[bytes]:
+@functools.lru_cache(4096)  # web ports at a thousand hosts: most rows of most policies are alike
+def _parts(ranges: tuple[PortRange, ...]) -> tuple[bytes, ...]:
     """Return one struct ports, or several for many ranges."""
     parts = []
     for start in range(0, max(len(ranges), 1), RANGES):
@@ -215,7 +217,7 @@ def _parts(ranges: Sequence[PortRange]) -> list[bytes]:
         numbers = [n for r in chunk for n in (r.first, r.last, r.protocols)]
         numbers += [0] * (3 * RANGES - len(numbers))
         parts.append(_PORTS.pack(len(chunk), start + RANGES < len(ranges), *numbers))
-    return parts
+    return tuple(parts)
 
 
 def pack_rows(number: int, rows: Sequence[Row]) -> tuple[list[bytes], list[bytes]]:
@@ -239,7 +241,7 @@ def unpack_name_key(key: bytes) -> tuple[int, bytes]:
     return number, address
 
 
-def pack_name(ranges: Sequence[PortRange], until_ns: int) -> bytes:
+def pack_name(ranges: tuple[PortRange, ...], until_ns: int) -> bytes:
     """Return a struct name_ports of at most `RANGES` ranges."""
     (ports,) = _parts(ranges)
     return _NAME_HEAD.pack(until_ns) + ports + bytes(4)

@@ -1,0 +1,137 @@
+"""`sandbox.update_network` of a running sandbox, through client and daemon, cutting connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from dsec_bench.bench import Context
+from dsec_bench.create.daemon import Daemon
+from dsec_bench.create.image import chosen_root, place
+from dsec_bench.create.sdk import Sdk
+from dsec_bench.policy import rules
+from dsec_bench.policy.world import Wire, WorldError, in_namespace
+from dsec_bench.report import Row
+from dsec_bench.stats import Round, Summary
+from dsec_bench.toolchain import compile_c
+
+from libdsec import DSecContainerRunArgs
+from libdsec.sandbox import Sandbox
+
+SERIES = "update of a policy"
+CONNECTIONS = (0, 1, 100)
+ENTRIES = [{"allow": f"10.0.0.{last}", "ports": [443]} for last in range(7)]
+CLOSED: dict[str, Any] = {"network": {"rules": ENTRIES}}
+OPEN: dict[str, Any] = {
+    "network": {"rules": [*ENTRIES, {"allow": rules.REACHED, "ports": [rules.PORT]}]}
+}
+_PROGRAM = "/tmp/hold"
+_PATIENCE_S = 20.0
+
+
+class Housed(Daemon):
+    """A daemon that takes a network namespace of ours for its host's."""
+
+    def __init__(self, namespace: int) -> None:
+        super().__init__()
+        self._namespace = namespace
+
+    def _command(self) -> list[str]:
+        inside = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self._namespace}"]
+        return [*inside, *super()._command()]
+
+
+@dataclass(slots=True)
+class Holder:
+    """A program in the sandbox that makes connections and says when they are gone."""
+
+    command: Any
+    said: AsyncIterator[Any]
+
+    @classmethod
+    async def start(cls, sandbox: Sandbox, count: int) -> Holder:
+        argv = [_PROGRAM, rules.SERVER, str(rules.PORT), str(count)]
+        command = await sandbox.commands.run(argv, background=True, stdin=True)
+        return cls(command, aiter(command))
+
+    async def expect(self, word: str) -> None:
+        """Wait for a line. Raises WorldError when it is another."""
+        chunk = await asyncio.wait_for(anext(self.said), _PATIENCE_S)
+        if chunk.data.decode().strip() != word:
+            raise WorldError(f"the program in the sandbox said {chunk.data!r} instead of {word}")
+
+
+def measure(context: Context) -> None:
+    """Record how long the call takes with some numbers of connections to cut."""
+    rounds = 20 if context.options.quick else 100
+    with contextlib.ExitStack() as stack:
+        context.steps.now("a daemon in a namespace of its own")
+        wire = stack.enter_context(contextlib.closing(Wire()))
+        server = in_namespace(wire.world, _listen)
+        stack.callback(server.close)
+        root = chosen_root(context.options, stack)
+        daemon = stack.enter_context(Housed(wire.box))
+        place(root, daemon.kept, context.options.image)
+        daemon.start()
+        sdk = Sdk(daemon.endpoint, context.options.image)
+        stack.callback(sdk.close)
+        sdk.open()
+        taken = sdk.run(_updates(context, sdk, rounds))
+    for count, found in taken.items():
+        summary = Summary.of([Round(1e3 / each, [each]) for each in found])
+        note = f"{count} connections cut" if count else "nothing to cut"
+        row = Row(SERIES, f"dsec, end to end, {count}", summary, note=note, unit="µs")
+        context.report.row(row)
+    context.report.figure("update_ms", Summary.of([Round(1, taken[1])]).p50_ms)
+
+
+def _listen() -> socket.socket:
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("0.0.0.0", rules.PORT))
+    server.listen(4096)  # nobody has to accept them
+    return server
+
+
+async def _updates(context: Context, sdk: Sdk, rounds: int) -> dict[int, list[float]]:
+    """Return milliseconds of the updates that close, by the number of connections."""
+    args = DSecContainerRunArgs(container_image=context.options.image, policy=OPEN, network="nat")
+    sandbox = await sdk.client.run_container(args)
+    taken: dict[int, list[float]] = {}
+    try:
+        program = compile_c("hold.c", "-static").read_bytes()
+        await sandbox.files.write(_PROGRAM, program, mode=0o755)
+        context.steps.expect(rounds * len(CONNECTIONS))
+        for count in CONNECTIONS:
+            holder = await Holder.start(sandbox, count) if count else None
+            taken[count] = []
+            for number in range(rounds):
+                context.steps.now(f"update {number + 1} of {rounds}, {count} connections")
+                taken[count].append(await _update(sandbox, holder, number))
+                context.steps.done()
+            if holder is not None:
+                await holder.command.kill()
+    finally:
+        await sandbox.stop()
+    return taken
+
+
+async def _update(sandbox: Sandbox, holder: Holder | None, number: int) -> float:
+    """Close the network, see that the connections are cut, and open it again."""
+    if holder is not None:
+        if number:
+            await holder.command.send_stdin(b"again\n")
+        await holder.expect("held")
+    start = time.perf_counter_ns()
+    await sandbox.update_network(policy=CLOSED)
+    found = (time.perf_counter_ns() - start) / 1e6
+    if holder is not None:
+        await holder.expect("103")  # ECONNABORTED
+    await sandbox.update_network(policy=OPEN)
+    return found
