@@ -2,8 +2,8 @@
  *
  *   hold ADDRESS PORT COUNT
  *
- * Makes COUNT connections and prints "held". When all of them have been closed by somebody else it
- * prints the errno of the last. A line on its input starts this again; the end of its input ends it.
+ * For each line of its input: makes COUNT connections and prints "held"; when all of them have been
+ * closed by somebody else, prints the errno of the last. The end of its input ends it.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -56,10 +56,10 @@ int main(int argc, char **argv)
         return 2;
     to.sin_port = htons(atoi(argv[2]));
     setvbuf(stdout, NULL, _IOLBF, 0);
-    do {
+    while (fgets(line, sizeof line, stdin)) {
         hold(&to, count);
         printf("held\n");
         printf("%d\n", wait_for_end(count));
-    } while (fgets(line, sizeof line, stdin));
+    }
     return 0;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -26,13 +27,20 @@ from libdsec.sandbox import Sandbox
 
 SERIES = "update of a policy"
 CONNECTIONS = (0, 1, 100)
-ENTRIES = [{"allow": f"10.0.0.{last}", "ports": [443]} for last in range(7)]
-CLOSED: dict[str, Any] = {"network": {"rules": ENTRIES}}
-OPEN: dict[str, Any] = {
-    "network": {"rules": [*ENTRIES, {"allow": rules.REACHED, "ports": [rules.PORT]}]}
-}
 _PROGRAM = "/tmp/hold"
 _PATIENCE_S = 20.0
+_QUIET_S = 0.005  # an update comes now and then, not right after another
+
+
+def policy(number: int, *, open_: bool) -> dict[str, Any]:
+    """Return policy `number` in the language: eight rules, one of which allows the server or not.
+
+    Every update brings one that the daemon has not seen.
+    """
+    entries = [{"allow": text, "ports": [443]} for text in rules.hosts(number)]
+    entries.append({"allow": f"198.51.{number >> 8}.{number & 255}"})
+    last = rules.REACHED if open_ else "203.0.113.0/24"
+    return {"network": {"rules": [*entries, {"allow": last, "ports": [rules.PORT]}]}}
 
 
 class Housed(Daemon):
@@ -73,8 +81,7 @@ def measure(context: Context) -> None:
     with contextlib.ExitStack() as stack:
         context.steps.now("a daemon in a namespace of its own")
         wire = stack.enter_context(contextlib.closing(Wire()))
-        server = in_namespace(wire.world, _listen)
-        stack.callback(server.close)
+        server = stack.enter_context(in_namespace(wire.world, _listen))
         root = chosen_root(context.options, stack)
         daemon = stack.enter_context(Housed(wire.box))
         place(root, daemon.kept, context.options.image)
@@ -82,7 +89,7 @@ def measure(context: Context) -> None:
         sdk = Sdk(daemon.endpoint, context.options.image)
         stack.callback(sdk.close)
         sdk.open()
-        taken = sdk.run(_updates(context, sdk, rounds))
+        taken = sdk.run(_updates(context, sdk, server, rounds))
     for count, found in taken.items():
         summary = Summary.of([Round(1e3 / each, [each]) for each in found])
         note = f"{count} connections cut" if count else "nothing to cut"
@@ -95,25 +102,38 @@ def _listen() -> socket.socket:
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.bind(("0.0.0.0", rules.PORT))
-    server.listen(4096)  # nobody has to accept them
+    server.listen(2 * CONNECTIONS[-1])
+    server.setblocking(False)
     return server
 
 
-async def _updates(context: Context, sdk: Sdk, rounds: int) -> dict[int, list[float]]:
+def _drop_all(server: socket.socket) -> None:
+    """Forget the connections, of whose end their peers could say nothing."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            server.accept()[0].close()
+
+
+async def _updates(
+    context: Context, sdk: Sdk, server: socket.socket, rounds: int
+) -> dict[int, list[float]]:
     """Return milliseconds of the updates that close, by the number of connections."""
-    args = DSecContainerRunArgs(container_image=context.options.image, policy=OPEN, network="nat")
+    first = policy(0, open_=True)
+    args = DSecContainerRunArgs(container_image=context.options.image, policy=first, network="nat")
     sandbox = await sdk.client.run_container(args)
     taken: dict[int, list[float]] = {}
     try:
         program = compile_c("hold.c", "-static").read_bytes()
         await sandbox.files.write(_PROGRAM, program, mode=0o755)
         context.steps.expect(rounds * len(CONNECTIONS))
+        numbers = itertools.count(1)
         for count in CONNECTIONS:
             holder = await Holder.start(sandbox, count) if count else None
             taken[count] = []
             for number in range(rounds):
                 context.steps.now(f"update {number + 1} of {rounds}, {count} connections")
-                taken[count].append(await _update(sandbox, holder, number))
+                taken[count].append(await _update(sandbox, holder, next(numbers)))
+                _drop_all(server)
                 context.steps.done()
             if holder is not None:
                 await holder.command.kill()
@@ -123,15 +143,15 @@ async def _updates(context: Context, sdk: Sdk, rounds: int) -> dict[int, list[fl
 
 
 async def _update(sandbox: Sandbox, holder: Holder | None, number: int) -> float:
-    """Close the network, see that the connections are cut, and open it again."""
+    """Open the network, have connections, close it and see that they are cut; time the last."""
+    await sandbox.update_network(policy=policy(2 * number, open_=True))
     if holder is not None:
-        if number:
-            await holder.command.send_stdin(b"again\n")
+        await holder.command.send_stdin(b"again\n")
         await holder.expect("held")
+    await asyncio.sleep(_QUIET_S)
     start = time.perf_counter_ns()
-    await sandbox.update_network(policy=CLOSED)
+    await sandbox.update_network(policy=policy(2 * number + 1, open_=False))
     found = (time.perf_counter_ns() - start) / 1e6
     if holder is not None:
         await holder.expect("103")  # ECONNABORTED
-    await sandbox.update_network(policy=OPEN)
     return found

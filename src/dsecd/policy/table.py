@@ -7,6 +7,7 @@ around it: each row gets all of them, denials taken out, and one row decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from dsecd.host import nettable
@@ -33,6 +34,7 @@ _MAPPED = int.from_bytes(MAPPED + bytes(4), "big")
 _ALL = (0, LAST_PORT)
 
 
+@functools.lru_cache(64)  # sandboxes come with the same few policies again and again
 def compile_table(policy: NetPolicy) -> Table:
     """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
     denied = [rule for rule in policy.rules if rule.verdict == "deny"]
