@@ -169,15 +169,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def subtract(allowed: Iterable[Interval], denied: Iterable[Interval]) -> list[Interval]:
     """Return the ports of `allowed` that are not in `denied`, as `union` does."""
-    left = union(allowed)
-    for first, last in union(denied):
+    left, taken = union(allowed), union(denied)
+    for first, last in taken:
         left = [
             piece
             for a, b in left
             for piece in ((a, min(b, first - 1)), (max(a, last + 1), b))
             if piece[0] <= piece[1]
         ]
-    return union(left)
+    return union(left) if taken else left
 
 
 def merge(intervals: Mapping[int, Iterable[Interval]]) -> tuple[PortRange, ...]:
