@@ -56,7 +56,6 @@ class Opening(msgspec.Struct, frozen=True):
 
 class _Policy(msgspec.Struct):
     number: int
-    lengths: bytes
     keys: list[bytes]
     users: int = 0
 
@@ -154,8 +153,8 @@ class NetworkPolicies:
         try:
             for address, opening in openings:
                 self._open(bound, pack_address(address), opening)
-            if before is None and self._counts.get(_u64(cgroup)) is None:
-                self._counts.update(_u64(cgroup), bytes(nettable.COUNTERS_BYTES))
+            if before is None:
+                self._counts.enter(_u64(cgroup), bytes(nettable.COUNTERS_BYTES))
             self._bindings.update(_u64(cgroup), _packed(bound))
         except BaseException:
             self._discard(bound)
@@ -277,8 +276,7 @@ class NetworkPolicies:
             except BaseException:
                 self._rules.delete_all(keys)
                 raise
-            lengths = nettable.pack_lengths(table.rows)
-            policy = self._policies[table] = _Policy(number, lengths, keys)
+            policy = self._policies[table] = _Policy(number, keys)
         self._idle.pop(table, None)
         policy.users += 1
         return policy
@@ -385,8 +383,8 @@ def _packed(bound: _Bound) -> bytes:
     resolvers = [pack_address(address) for address in access.resolvers]
     own = [pack_address(address) for address in access.own]
     names = bound.names if bound.openings else 0
-    policy = bound.policy
-    return nettable.pack_binding(policy.number, policy.lengths, names, flags, resolvers, own)
+    number, lengths = bound.policy.number, access.table.lengths
+    return nettable.pack_binding(number, lengths, names, flags, resolvers, own)
 
 
 def _u64(value: int) -> bytes:

@@ -61,11 +61,12 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 class Table(msgspec.Struct, frozen=True, cache_hash=True):
     """`rows` is what is allowed, `denials` what rules deny, by the longest prefix as well.
 
-    The programs look for the longest prefix by binary search over `lengths`, as `probed` does, and
-    go on to longer ones only from a row that is there: `rows` has one wherever that is needed.
+    The programs look for the longest prefix by binary search over the lengths, as `probed` does,
+    and go on to longer ones only from a row that is there: `rows` has one wherever that is needed.
     """
 
     rows: tuple[Row, ...]
+    lengths: bytes  # of the prefixes in `rows`, as `pack_lengths` packs them
     denials: tuple[Row, ...] = ()
 
 

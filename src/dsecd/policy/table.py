@@ -26,7 +26,7 @@ from dsecd.host.nettable import (
     merge,
     subtract,
 )
-from dsecd.policy.rules import LAST_PORT, NameRule, NetPolicy, NetRule
+from dsecd.policy.rules import LAST_PORT, NameRule, NetPolicy, NetRule, Protocol, Verdict
 from libdsec.errors import InvalidArgument
 
 PROTOCOLS = {"tcp": TCP, "udp": UDP, "icmp": ICMP, "any": TCP | UDP | ICMP | OTHER}
@@ -39,8 +39,10 @@ def compile_table(policy: NetPolicy) -> Table:
     """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
     denied = [rule for rule in policy.rules if rule.verdict == "deny"]
     rows = _rows(policy.rules, open_=policy.default == "allow")
+    rows = (*rows, *_signposts(rows))
     return Table(
-        (*rows, *_signposts(rows)),
+        rows,
+        nettable.pack_lengths(rows),
         _rows([_flipped(rule) for rule in denied], open_=False) if denied else (),
     )
 
@@ -130,12 +132,20 @@ def _chain(by_prefix: dict[tuple[int, int], list[NetRule]], open_: bool) -> list
     return rows
 
 
-def _ranges(rules: Sequence[NetRule | NameRule], open_: bool) -> tuple[PortRange, ...]:
+def _ranges(rules: Iterable[NetRule | NameRule], open_: bool) -> tuple[PortRange, ...]:
     """Return what is allowed when all of `rules` cover an address."""
+    ports = ((r.verdict, r.protocol, r.first_port, r.last_port) for r in rules)
+    return _merged(tuple(ports), open_)
+
+
+@functools.lru_cache(4096)  # most prefixes of most policies have the same few ports
+def _merged(
+    rules: tuple[tuple[Verdict, Protocol, int, int], ...], open_: bool
+) -> tuple[PortRange, ...]:
     intervals: dict[int, list[Interval]] = {}
     for bit in (TCP, UDP, ICMP, OTHER):
-        mine = [rule for rule in rules if PROTOCOLS[rule.protocol] & bit]
-        allowed = [(r.first_port, r.last_port) for r in mine if r.verdict == "allow"]
-        denied = [(r.first_port, r.last_port) for r in mine if r.verdict == "deny"]
+        mine = [(verdict, ports) for verdict, kind, *ports in rules if PROTOCOLS[kind] & bit]
+        allowed = [(first, last) for verdict, (first, last) in mine if verdict == "allow"]
+        denied = [(first, last) for verdict, (first, last) in mine if verdict == "deny"]
         intervals[bit] = subtract([_ALL] if open_ else allowed, denied)
     return merge(intervals)
