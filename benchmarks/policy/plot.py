@@ -19,7 +19,7 @@ def plot(report: Report, path: Path) -> None:
     draw(report, path, "policies", panels, (13, 12))
 
 
-def _bars(axis: Any, report: Report, series: str, title: str, *, log: bool) -> None:
+def _bars(axis: Any, report: Report, series: str, title: str) -> None:
     rows = [row for row in report.rows if row.series == series][::-1]
     if not rows:
         return empty(axis, title)
@@ -27,18 +27,17 @@ def _bars(axis: Any, report: Report, series: str, title: str, *, log: bool) -> N
     colours = [THEIRS if places.NFT in name else OURS for name in names]
     bars = axis.barh(names, [row.summary.p50_ms * 1e3 for row in rows], color=colours)
     axis.bar_label(bars, fmt="{:,.1f}", padding=3, fontsize=8)
-    axis.margins(x=0.15)
-    if log:
-        axis.set_xscale("log")
+    axis.set_xscale("log")
+    axis.set_xlim(right=5 * axis.get_xlim()[1])  # room for the labels
     axis.set_title(title)
 
 
 def _binding(axis: Any, report: Report) -> None:
-    _bars(axis, report, BINDING, "in the daemon: median µs (log)", log=True)
+    _bars(axis, report, BINDING, "in the daemon: median µs (log)")
 
 
 def _updates(axis: Any, report: Report) -> None:
-    _bars(axis, report, UPDATES, "a live policy changed: median µs (log)", log=True)
+    _bars(axis, report, UPDATES, "a live policy changed: median µs (log)")
 
 
 def extra_ns(report: Report, what: str, kind: str) -> dict[int, float]:
@@ -54,19 +53,19 @@ def extra_ns(report: Report, what: str, kind: str) -> dict[int, float]:
 
 def _extra(what: str) -> Any:
     def panel(axis: Any, report: Report) -> None:
-        title = f"{TITLES[what]}: ns more than without policy"
-        drawn = False
+        title = f"{TITLES[what]}:\nns more than without policy"
+        highest = 0.0
         for kind, colour in ((places.OURS, OURS), (places.NFT, THEIRS)):
             found = extra_ns(report, what, kind)
             if found:
-                drawn = True
+                highest = max(highest, *found.values())
                 axis.plot(list(found), list(found.values()), "o-", color=colour, label=kind)
-        if not drawn:
+        if not highest:
             return empty(axis, title)
         axis.set_xscale("log")
         axis.set_xlabel("policies in force")
-        axis.set_ylim(bottom=0)
-        axis.legend()
+        axis.set_ylim(0, 1.3 * highest)
+        axis.legend(loc="lower center")
         axis.set_title(title)
 
     return panel
