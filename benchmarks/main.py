@@ -13,12 +13,13 @@ from dsec_bench.create import CREATE
 from dsec_bench.images import IMAGES
 from dsec_bench.interrupts import installed
 from dsec_bench.peers.drivers import PEERS
+from dsec_bench.policy import POLICY
 from dsec_bench.progress import Steps
 from dsec_bench.report import Report, show
 from rich.console import Console
 
 PIPE_WIDTH = 130
-BENCHES: tuple[Bench, ...] = (CREATE, IMAGES)
+BENCHES: tuple[Bench, ...] = (CREATE, IMAGES, POLICY)
 
 
 def execute(bench: Bench, options: Options, json_file: Path | None, plot: Path | None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsec_bench.stats import Summary
 from rich.console import Console
@@ -14,13 +14,17 @@ from rich.table import Table
 
 @dataclass(slots=True)
 class Row:
-    """A line of the table: who, under which circumstances, and what came out."""
+    """A line of the table: who, under which circumstances, and what came out.
+
+    `unit` is the one that the table of the series is printed in.
+    """
 
     series: str  # rows of one series are compared with one another
     name: str
     summary: Summary
     concurrency: int = 1
     note: str = ""
+    unit: Literal["ms", "µs"] = "ms"
 
 
 @dataclass(slots=True)
@@ -130,14 +134,16 @@ def _series_table(report: Report, series: str) -> Table:
     rows = [row for row in report.rows if row.series == series]
     table = Table(title=series)
     table.add_column("who", no_wrap=True)
-    for title in ("at once", "per s", "p50 ms", "p95 ms", "p99 ms", "n", "failed"):
+    unit, scale = (rows[0].unit, {"ms": 1, "µs": 1000}[rows[0].unit])
+    latencies = (f"p50 {unit}", f"p95 {unit}", f"p99 {unit}")
+    for title in ("at once", "per s", *latencies, "n", "failed"):
         table.add_column(title, justify="right")
     if any(row.note for row in rows):
         table.add_column("note", no_wrap=True, overflow="ellipsis")
     for row in rows:
         s = row.summary
         cells = [row.name, str(row.concurrency), f"{s.rate:,.1f}"]
-        cells += [f"{value:,.2f}" for value in (s.p50_ms, s.p95_ms, s.p99_ms)]
+        cells += [f"{value * scale:,.2f}" for value in (s.p50_ms, s.p95_ms, s.p99_ms)]
         cells += [f"{s.operations:,}", f"[red]{s.failures}[/]" if s.failures else "0"]
         if len(table.columns) > len(cells):
             cells.append(row.note)

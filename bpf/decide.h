@@ -69,22 +69,67 @@ __noinline int dsec_in_ranges(const struct ports *ports, __u32 bit, __u32 port)
     return 0;
 }
 
-static __always_inline int rules_allow(__u32 policy, const struct address *to, __u32 bit,
+/* The bits of one word, in network order, that a prefix has in it. */
+static __always_inline __u32 mask(__s32 bits)
+{
+    return bits >= 32 ? ~0u : bits <= 0 ? 0 : bpf_htonl(~0u << (32 - bits));
+}
+
+static __always_inline struct rule_key rule_key(const struct binding *b, const struct address *to,
+                                                __u32 bits)
+{
+    __s32 left = bits;
+    return (struct rule_key){
+        .bits = bits,
+        .policy = b->policy << PART_BITS,
+        .to.word = { to->word[0] & mask(left), to->word[1] & mask(left - 32),
+                     to->word[2] & mask(left - 64), to->word[3] & mask(left - 96) },
+    };
+}
+
+enum { ABSENT, DENIES, ALLOWS };
+
+/* What the policy says at the prefix of `to` whose length is in this place of the binding's list. */
+__noinline int dsec_row(const struct binding *b, const struct address *to, __u32 place, __u32 bit,
+                        __u32 port)
+{
+    if (!b || !to || place >= (is_v4(to) ? LENGTHS4 : LENGTHS6))
+        return ABSENT;
+    struct rule_key key = rule_key(b, to, is_v4(to) ? b->lengths4[place] : b->lengths6[place]);
+    const struct ports *ports = bpf_map_lookup_elem(&rules, &key);
+    if (!ports)
+        return ABSENT;
+#pragma clang loop unroll(disable)
+    for (int part = 0; part < PARTS && ports; part++) {
+        if (dsec_in_ranges(ports, bit, port))
+            return ALLOWS;
+        if (!ports->more)
+            return DENIES;
+        key.policy++;
+        ports = bpf_map_lookup_elem(&rules, &key);
+    }
+    return DENIES;
+}
+
+/* The longest prefix decides, found by binary search over the lengths: where a longer one may lie
+ * ahead the daemon has entered a row (dsecd/policy/table.py). A trie of all policies would get
+ * deeper with every policy.
+ */
+static __always_inline int rules_allow(const struct binding *b, const struct address *to, __u32 bit,
                                        __u32 port)
 {
-    struct rule_key key = { .bits = 32 + 128, .policy = policy << PART_BITS, .to = *to };
+    __u32 count = is_v4(to) ? b->count4 : b->count6, place = 0, says = ABSENT;
 #pragma clang loop unroll(disable)
-    for (int part = 0; part < PARTS; part++) {
-        const struct ports *ports = bpf_map_lookup_elem(&rules, &key);
-        if (!ports)
-            return 0;
-        if (dsec_in_ranges(ports, bit, port))
-            return 1;
-        if (!ports->more)
-            return 0;
-        key.policy++;
+    for (__u32 step = FIRST_STEP; step; step >>= 1) {
+        if (place + step > count)
+            continue;
+        __u32 here = dsec_row(b, to, place + step - 1, bit, port);
+        if (here != ABSENT) {
+            place += step;
+            says = here;
+        }
     }
-    return 0;
+    return says == ALLOWS;
 }
 
 static __always_inline int names_allow(__u32 set, const struct target *t, __u32 bit)
@@ -119,7 +164,7 @@ __noinline int dsec_decide(const struct binding *b, const struct target *t)
     }
     /* what a rule denies was never entered for a name, so the cheaper look-up may come first */
     return (b->names && names_allow(b->names, t, bit)) ||
-           rules_allow(b->policy, &t->to, bit, t->port);
+           rules_allow(b, &t->to, bit, t->port);
 }
 
 /* Multicast of the link that kernels send by themselves: dropped without a word. */

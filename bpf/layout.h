@@ -9,6 +9,7 @@
 #include <linux/types.h>
 
 enum { RANGES = 16, PARTS = 16, PART_BITS = 4 };
+enum { LENGTHS4 = 33, LENGTHS6 = 129, FIRST_STEP = 128 }; /* lengths that a prefix has */
 
 /* Bits of `port_range.protocols`; ICMP is ICMPv6 for an IPv6 address. */
 enum { PROTO_TCP = 1, PROTO_UDP = 2, PROTO_ICMP = 4, PROTO_OTHER = 8 };
@@ -26,11 +27,10 @@ struct address {
     __u32 word[4]; /* network order */
 };
 
-/* Longest prefix match: bits of `policy` and `to` from the first on, as they lie in memory. */
 struct rule_key {
-    __u32 bits;   /* 32 for the policy, then those of the prefix */
+    __u32 bits;   /* of the prefix */
     __u32 policy; /* number << PART_BITS | part */
-    struct address to;
+    struct address to; /* zero behind the prefix */
 };
 
 struct port_range {
@@ -67,6 +67,9 @@ struct binding {
     __u32 reserved;
     struct address resolver[2]; /* all zero: none */
     struct address own[2];      /* of the sandbox's interface: calls to them stay inside */
+    __u8 count4, lengths4[LENGTHS4]; /* of the policy's prefixes, ascending; of IPv4 from 96 on */
+    __u8 count6, lengths6[LENGTHS6];
+    __u8 unused[4];
 };
 
 /* Of a sandbox's interface on the host, by its index. */

@@ -18,7 +18,7 @@
 MAP(bindings, BPF_MAP_TYPE_HASH, __u64, struct binding, 65536, BPF_F_NO_PREALLOC);
 MAP(counts, BPF_MAP_TYPE_HASH, __u64, struct counters, 65536, BPF_F_NO_PREALLOC);
 MAP(links, BPF_MAP_TYPE_HASH, __u32, struct link_value, 65536, BPF_F_NO_PREALLOC);
-MAP(rules, BPF_MAP_TYPE_LPM_TRIE, struct rule_key, struct ports, 1 << 21, BPF_F_NO_PREALLOC);
+MAP(rules, BPF_MAP_TYPE_HASH, struct rule_key, struct ports, 1 << 20, BPF_F_NO_PREALLOC);
 MAP(names, BPF_MAP_TYPE_HASH, struct name_key, struct name_ports, 1 << 20, BPF_F_NO_PREALLOC);
 MAP(fragments, BPF_MAP_TYPE_LRU_HASH, struct fragment_key, __u8, 8192, 0);
 

@@ -27,10 +27,10 @@ Question = tuple[Kind, str, int]
 
 def policy(rng: random.Random, most: int = 12) -> NetPolicy:
     """Return a policy; one in eight has many ranges at one prefix, for rows in parts."""
-    rules = [_rule(rng) for _ in range(rng.randint(0, most))]
+    made = rules(rng, rng.randint(0, most))
     if rng.random() < 0.125:
         prefix = ipaddress.ip_network(rng.choice(NETWORKS))
-        rules += [
+        made += [
             NetRule(
                 verdict=rng.choice(("allow", "allow", "deny")),
                 protocol=rng.choice(("tcp", "udp")),
@@ -40,7 +40,12 @@ def policy(rng: random.Random, most: int = 12) -> NetPolicy:
             )
             for port in sorted(rng.sample(range(1, 120, 3), 36))
         ]
-    return NetPolicy(rules=tuple(rules), default=rng.choice(("deny", "deny", "allow")))
+    return NetPolicy(rules=tuple(made), default=rng.choice(("deny", "deny", "allow")))
+
+
+def rules(rng: random.Random, count: int) -> list[NetRule]:
+    """Return rules."""
+    return [_rule(rng) for _ in range(count)]
 
 
 def _rule(rng: random.Random) -> NetRule:
@@ -67,10 +72,10 @@ def opening(rng: random.Random) -> Opening:
 
 
 def allowed(
-    rules: NetPolicy, question: Question, entered: dict[str, list[Opening]] | None = None
+    policy: NetPolicy, question: Question, entered: dict[str, list[Opening]] | None = None
 ) -> bool:
     """Return the reference's verdict; `entered` by the text of the address."""
     kind, address, port = question
     known = {ipaddress.ip_address(text): found for text, found in (entered or {}).items()}
-    verdict = decide_net(rules, kind, ipaddress.ip_address(address), port, known)
+    verdict = decide_net(policy, kind, ipaddress.ip_address(address), port, known)
     return verdict == "allow"

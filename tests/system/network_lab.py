@@ -11,14 +11,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import pytest_asyncio
+from dsec_bench.policy.world import command, in_namespace
 
 from dsecd import fastpath
 from dsecd.host import netns
@@ -26,38 +24,12 @@ from dsecd.host.netns import Netns
 from dsecd.host.network import Attachment, Nat, NatConfig
 from dsecd.host.network_veth import settle_carrier
 
-T = TypeVar("T")
 INTERNET = {4: "198.51.100.1", 6: "2001:db8:1::1"}
 UPLINK = {4: "198.51.100.2", 6: "2001:db8:1::2"}
 ANY = {4: "0.0.0.0", 6: "::"}
 METADATA = "169.254.169.254"
 QUICK_S = 0.4  # long enough for a packet to arrive that must not
 PATIENCE_S = 5.0  # for what must come, on a busy machine
-
-
-def in_namespace(fd: int, work: Callable[[], T]) -> T:
-    """Run `work` in a thread that is in namespace `fd` and ends with it."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            netns.enter(fd)
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return future.result()
-
-
-def command(fd: int, *words: str) -> str:
-    """Run a program in namespace `fd` and return its output."""
-    argv = ["nsenter", f"--net=/proc/self/fd/{fd}", *words]
-    done = subprocess.run(argv, pass_fds=[fd], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{words}: {done.stderr}"
-    return done.stdout
 
 
 def read(fd: int, path: str) -> str:

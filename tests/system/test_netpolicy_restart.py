@@ -115,7 +115,7 @@ def test_pins_of_a_cgroup_that_was_made_anew_are_not_taken_over(box: Lab, pins: 
     (before,) = pins.iterdir()
     fresh = Cgroups()  # another directory, as one of the same name after rmdir(2) would be
     try:
-        policies = NetworkPolicies(fresh.fd, level=2, pins=pins)
+        policies = NetworkPolicies(fresh.fd, level=sandbox_level(fresh.path), pins=pins)
         assert not policies.programs.adopted
         policies.start()
         (after,) = pins.iterdir()

@@ -8,6 +8,7 @@ that random ones never would. `naive_*` decide from the policy as it is written,
 from __future__ import annotations
 
 import os
+import random
 import socket
 from typing import Any
 
@@ -147,6 +148,40 @@ DENIALS = st.one_of(
     st.tuples(st.just("unix"), st.sampled_from(UNIX)),
     st.tuples(st.just("vsock"), st.sampled_from(VSOCK)),
 )  # fmt: skip
+
+
+# The same for a permission; `services` may replace what a preset says, so rules only
+PERMISSIONS = st.one_of(
+    st.tuples(st.just("network"), NETWORK_RULES.filter(lambda rule: "allow" in rule)),
+    st.tuples(st.just("files"), FILE_RULES.map(lambda rule: {**rule, "deny": []}))
+    .filter(lambda drawn: bool(drawn[1]["allow"])),
+    st.tuples(st.just("mounts"), st.sampled_from(MOUNTS).map(lambda kind: {"allow": kind})),
+    st.tuples(st.just("ioctls"), st.sampled_from(REQUESTS)),
+    st.tuples(st.just("unix"), st.sampled_from(UNIX)),
+    st.tuples(st.just("vsock"), st.sampled_from(VSOCK)),
+)  # fmt: skip
+
+
+def with_permission(policy: dict[str, Any], permission: tuple[str, Any]) -> dict[str, Any]:
+    """Return `policy` with one permission more."""
+    kind, value = permission
+    key = "rules" if kind in ("network", "files", "mounts") else "allow"
+    old = policy.get(kind, {})
+    return {**policy, kind: {**old, key: [*old.get(key, []), value]}}
+
+
+def rearranged(value: Any, rng: random.Random) -> Any:
+    """Return the same tables with entries in another order, some of them twice."""
+    if isinstance(value, dict):
+        items = [(key, rearranged(each, rng)) for key, each in value.items()]
+        rng.shuffle(items)
+        return dict(items)
+    if isinstance(value, list):
+        entries = [rearranged(each, rng) for each in value]
+        entries += [each for each in entries if rng.random() < 0.5]
+        rng.shuffle(entries)
+        return entries
+    return value
 
 
 def with_denial(policy: dict[str, Any], denial: tuple[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,14 @@ SIZES = {
     "counters": nettable.COUNTERS_BYTES,
     "event": nettable.EVENT_BYTES,
 }
+NUMBERS = {
+    "RANGES": nettable.RANGES,
+    "PARTS": nettable.PARTS,
+    "PART_BITS": nettable.PART_BITS,
+    "LENGTHS4": nettable.LENGTHS4,
+    "LENGTHS6": nettable.LENGTHS6,
+    "FIRST_STEP": nettable.FIRST_STEP,
+}
 
 
 def _digest() -> str:
@@ -39,7 +47,7 @@ def test_the_skeleton_is_that_of_the_sources() -> None:
     assert f"{_core.network_programs_version():016x}" == found[1], "build the extension again"
 
 
-def test_the_structs_have_the_sizes_that_python_packs(tmp_path: Path) -> None:
+def test_structs_and_numbers_are_those_that_python_packs(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("cc: not installed")
@@ -47,6 +55,10 @@ def test_the_structs_have_the_sizes_that_python_packs(tmp_path: Path) -> None:
         f'_Static_assert(sizeof(struct {name}) == {size}, "{name}");\n'
         for name, size in SIZES.items()
     )
+    checks += "".join(
+        f'_Static_assert({name} == {number}, "{name}");\n' for name, number in NUMBERS.items()
+    )
+    checks += '_Static_assert(FIRST_STEP * 2 > LENGTHS6 && LENGTHS6 > LENGTHS4, "search");\n'
     source = tmp_path / "sizes.c"
     source.write_text(f'#include "layout.h"\n{checks}')
     command = [compiler, "-fsyntax-only", f"-I{ROOT / 'bpf'}", str(source)]

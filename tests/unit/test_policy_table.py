@@ -8,7 +8,17 @@ import random
 import pytest
 
 from dsecd.host import nettable
-from dsecd.host.nettable import ICMP, OTHER, TCP, UDP, PortRange, combine, covers, find
+from dsecd.host.nettable import (
+    ICMP,
+    OTHER,
+    TCP,
+    UDP,
+    PortRange,
+    Table,
+    combine,
+    covers,
+    find,
+)
 from dsecd.policy.rules import DNS_PORT, NameRule, NetPolicy, NetRule, opens_dns
 from dsecd.policy.table import compile_table, name_ranges
 from libdsec.errors import InvalidArgument
@@ -49,6 +59,41 @@ def test_tables_agree_with_the_reference(seed: int) -> None:
             assert found == net_cases.allowed(rules, (kind, address, port)), (rules, kind, address)
 
 
+def searched(table: Table, address: bytes) -> tuple[PortRange, ...]:
+    """Return what the search of `rules_allow` in bpf/decide.h ends at."""
+    rows = {(row.address, row.bits): row.ranges for row in table.rows}
+    lengths = nettable.lengths(table.rows)[not address.startswith(nettable.MAPPED)]
+    place, ranges = 0, ()
+    for step in (128, 64, 32, 16, 8, 4, 2, 1):
+        if place + step <= len(lengths):
+            bits = lengths[place + step - 1]
+            prefix = int.from_bytes(address, "big") >> (128 - bits) << (128 - bits)
+            here = rows.get((prefix.to_bytes(16, "big"), bits))
+            if here is not None:
+                place, ranges = place + step, here  # type: ignore[assignment]
+    return ranges
+
+
+def test_a_search_over_lengths_ends_at_the_longest_prefix() -> None:
+    rng = random.Random(5)
+    for _ in range(300):
+        table = compile_table(net_cases.policy(rng, most=30))
+        for row in table.rows:
+            last = int.from_bytes(row.address, "big") | (1 << (128 - row.bits)) - 1
+            for address in (row.address, last.to_bytes(16, "big")):
+                assert searched(table, address) == find(table.rows, address), row
+
+
+def test_a_search_over_every_length_there_is() -> None:
+    rules = [tcp("allow", f"8000::/{bits}", bits + 1) for bits in range(1, 129)]
+    rules += [tcp("allow", f"128.0.0.0/{bits}", bits + 1) for bits in range(1, 33)]
+    table = compile_table(NetPolicy(rules=tuple(rules)))
+    four, six = nettable.lengths(table.rows)
+    assert (len(four), len(six)) == (nettable.LENGTHS4, nettable.LENGTHS6)
+    for row in table.rows:
+        assert searched(table, row.address) == find(table.rows, row.address)
+
+
 def test_a_denial_of_a_shorter_prefix_reaches_the_rows_of_longer_ones() -> None:
     table = compile_table(
         NetPolicy(rules=(tcp("deny", "10.0.0.0/8", 22), tcp("allow", "10.1.2.3/32", 20, 25)))
@@ -82,6 +127,7 @@ def test_many_ranges_are_packed_in_parts_that_the_programs_chain() -> None:
     keys, values = nettable.pack_rows(5, compile_table(NetPolicy(rules=rules)).rows)
     parts = [(k, v) for k, v in zip(keys, values, strict=True) if k[8:] == packed("10.0.0.0")]
     assert [int.from_bytes(key[4:8], "little") for key, _ in parts] == [80, 81, 82]
+    assert {int.from_bytes(key[:4], "little") for key, _ in parts} == {104}
     assert [value[:4] for _, value in parts] == [b"\x10\0\1\0", b"\x10\0\1\0", b"\x08\0\0\0"]
 
 
@@ -99,5 +145,6 @@ def test_values_come_back_as_they_were_packed() -> None:
     ranges = (PortRange(1, 2, TCP), PortRange(5, 65535, UDP))
     assert nettable.unpack_name(nettable.pack_name(ranges, 77)) == (77, ranges)
     assert nettable.unpack_name_key(nettable.name_key(3, packed("::1"))) == (3, packed("::1"))
-    assert nettable.unpack_binding(nettable.pack_binding(4, 9, 1, [], [])) == (4, 9)
+    packed_lengths = nettable.pack_lengths(())
+    assert nettable.unpack_binding(nettable.pack_binding(4, packed_lengths, 9, 1, [], [])) == (4, 9)
     assert nettable.unpack_address(packed("192.0.2.1")) == ipaddress.ip_address("192.0.2.1")

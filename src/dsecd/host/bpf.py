@@ -21,6 +21,7 @@ _LOOKUP, _UPDATE, _DELETE, _NEXT, _PIN, _GET = 1, 2, 3, 4, 6, 7
 _INFO, _UPDATE_BATCH, _DELETE_BATCH, _LINK_CREATE = 15, 26, 27, 28
 _BATCH_MISSING = (errno.EINVAL, errno.EOPNOTSUPP, 524)  # 524: ENOTSUPP, not for user space
 _FULL = (errno.E2BIG, errno.ENOSPC, errno.ENOMEM)
+_NOEXIST = 1  # BPF_NOEXIST
 _ELEMENT = struct.Struct("=I4xQQQ")
 _BATCH = struct.Struct("=QQQQIIQQ")
 _PAGE = mmap.PAGESIZE
@@ -57,6 +58,7 @@ class Map:
         self._next = ctypes.create_string_buffer(key_bytes)
         key, value = ctypes.addressof(self._key), ctypes.addressof(self._value)
         self._element = _ELEMENT.pack(fd, key, value, 0)
+        self._new_element = _ELEMENT.pack(fd, key, value, _NOEXIST)
         self._key_only = _ELEMENT.pack(fd, key, 0, 0)
         self._step = _ELEMENT.pack(fd, key, ctypes.addressof(self._next), 0)
 
@@ -66,6 +68,14 @@ class Map:
         self._value.raw = value
         result = _bpf(_UPDATE, self._element)
         if result < 0:
+            raise _failed(result, f"enter into the map {self.name}")
+
+    def enter(self, key: bytes, value: bytes) -> None:
+        """Enter an element unless there is one. Raises as `update`."""
+        self._key.raw = key
+        self._value.raw = value
+        result = _bpf(_UPDATE, self._new_element)
+        if result < 0 and result != -errno.EEXIST:
             raise _failed(result, f"enter into the map {self.name}")
 
     def delete(self, key: bytes) -> bool:

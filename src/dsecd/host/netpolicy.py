@@ -153,8 +153,8 @@ class NetworkPolicies:
         try:
             for address, opening in openings:
                 self._open(bound, pack_address(address), opening)
-            if before is None and self._counts.get(_u64(cgroup)) is None:
-                self._counts.update(_u64(cgroup), bytes(nettable.COUNTERS_BYTES))
+            if before is None:
+                self._counts.enter(_u64(cgroup), bytes(nettable.COUNTERS_BYTES))
             self._bindings.update(_u64(cgroup), _packed(bound))
         except BaseException:
             self._discard(bound)
@@ -383,7 +383,8 @@ def _packed(bound: _Bound) -> bytes:
     resolvers = [pack_address(address) for address in access.resolvers]
     own = [pack_address(address) for address in access.own]
     names = bound.names if bound.openings else 0
-    return nettable.pack_binding(bound.policy.number, names, flags, resolvers, own)
+    number, lengths = bound.policy.number, access.table.lengths
+    return nettable.pack_binding(number, lengths, names, flags, resolvers, own)
 
 
 def _u64(value: int) -> bytes:

@@ -2,13 +2,15 @@
 
 The kernel finds the longest prefix of an address and nothing else. The prefixes that hold an
 address are a chain, so the rules that cover it are those of the longest one and of the shorter ones
-around it: each row gets all of them, denials taken out, and one look-up decides.
+around it: each row gets all of them, denials taken out, and one row decides.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
+from dsecd.host import nettable
 from dsecd.host.nettable import (
     ICMP,
     MAPPED,
@@ -24,7 +26,7 @@ from dsecd.host.nettable import (
     merge,
     subtract,
 )
-from dsecd.policy.rules import LAST_PORT, NameRule, NetPolicy, NetRule
+from dsecd.policy.rules import LAST_PORT, NameRule, NetPolicy, NetRule, Protocol, Verdict
 from libdsec.errors import InvalidArgument
 
 PROTOCOLS = {"tcp": TCP, "udp": UDP, "icmp": ICMP, "any": TCP | UDP | ICMP | OTHER}
@@ -32,11 +34,15 @@ _MAPPED = int.from_bytes(MAPPED + bytes(4), "big")
 _ALL = (0, LAST_PORT)
 
 
+@functools.lru_cache(64)  # sandboxes come with the same few policies again and again
 def compile_table(policy: NetPolicy) -> Table:
     """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
     denied = [rule for rule in policy.rules if rule.verdict == "deny"]
+    rows = _rows(policy.rules, open_=policy.default == "allow")
+    rows = (*rows, *_signposts(rows))
     return Table(
-        _rows(policy.rules, open_=policy.default == "allow"),
+        rows,
+        nettable.pack_lengths(rows),
         _rows([_flipped(rule) for rule in denied], open_=False) if denied else (),
     )
 
@@ -66,6 +72,29 @@ def _rows(rules: Sequence[NetRule], open_: bool) -> tuple[Row, ...]:
                 by_prefix.setdefault(prefix, []).append(rule)
         found += _chain(by_prefix, open_)
     return tuple(found)
+
+
+def _signposts(rows: Iterable[Row]) -> list[Row]:
+    """Return rows for the prefixes at which a search learns that there are longer ones.
+
+    Each says what the longest of `rows` around it says: it may be where the search ends.
+    """
+    known = {(row.address, row.bits): row.ranges for row in rows}
+    lengths = nettable.lengths(rows)
+    found: dict[tuple[bytes, int], Row] = {}
+    for row in rows:
+        mine = lengths[nettable.family(row)]
+        for place in nettable.probed(len(mine), mine.index(row.bits)):
+            at = (_cut(row.address, mine[place]), mine[place])
+            if mine[place] < row.bits and at not in known and at not in found:
+                around = ((_cut(at[0], bits), bits) for bits in reversed(mine[:place]))
+                found[at] = Row(*at, next(known[each] for each in around if each in known))
+    return list(found.values())
+
+
+def _cut(address: bytes, bits: int) -> bytes:
+    """Return the prefix of `address` that is `bits` long."""
+    return (int.from_bytes(address, "big") >> (128 - bits) << (128 - bits)).to_bytes(16, "big")
 
 
 def _root(version: int) -> tuple[int, int]:
@@ -103,12 +132,20 @@ def _chain(by_prefix: dict[tuple[int, int], list[NetRule]], open_: bool) -> list
     return rows
 
 
-def _ranges(rules: Sequence[NetRule | NameRule], open_: bool) -> tuple[PortRange, ...]:
+def _ranges(rules: Iterable[NetRule | NameRule], open_: bool) -> tuple[PortRange, ...]:
     """Return what is allowed when all of `rules` cover an address."""
+    ports = ((r.verdict, r.protocol, r.first_port, r.last_port) for r in rules)
+    return _merged(tuple(ports), open_)
+
+
+@functools.lru_cache(4096)  # most prefixes of most policies have the same few ports
+def _merged(
+    rules: tuple[tuple[Verdict, Protocol, int, int], ...], open_: bool
+) -> tuple[PortRange, ...]:
     intervals: dict[int, list[Interval]] = {}
     for bit in (TCP, UDP, ICMP, OTHER):
-        mine = [rule for rule in rules if PROTOCOLS[rule.protocol] & bit]
-        allowed = [(r.first_port, r.last_port) for r in mine if r.verdict == "allow"]
-        denied = [(r.first_port, r.last_port) for r in mine if r.verdict == "deny"]
+        mine = [(verdict, ports) for verdict, kind, *ports in rules if PROTOCOLS[kind] & bit]
+        allowed = [(first, last) for verdict, (first, last) in mine if verdict == "allow"]
+        denied = [(first, last) for verdict, (first, last) in mine if verdict == "deny"]
         intervals[bit] = subtract([_ALL] if open_ else allowed, denied)
     return merge(intervals)
