@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dsecd.backends.container_confine import Confinement
 from dsecd.backends.container_plan import (
     CpuLoad,
     Resources,
@@ -17,13 +18,17 @@ from dsecd.backends.container_plan import (
 from dsecd.backends.spec import Spec
 from dsecd.engine.request import compile_spec
 from dsecd.host.network import Attachment
-from dsecd.host.plan import FileWrite
+from dsecd.host.plan import FileWrite, Guard
 from dsecd.host.upper import Upper
+from dsecd.policy.landlock import Ruleset
 from libdsec.model import DSecContainerRunArgs
 
 TEMPLATE = Template(
-    runtime="/run/x/sb", spool="/var/x/spool", dev_tree="/run/x/tree/dev", masked=("/proc/keys",),
-    read_only=("/proc/sys",), caps=7, seccomp=b"\1" * 8,
+    runtime="/run/x/sb", spool="/var/x/spool", dev_tree="/run/x/tree/dev", caps=7,
+)  # fmt: skip
+CONFINEMENT = Confinement(
+    masked=("/proc/keys",), read_only=("/proc/sys",), guards=(Guard("/a"), Guard("/a/b", 1)),
+    seccomp=b"\1" * 8,
 )  # fmt: skip
 ATTACHMENT = Attachment(
     sandbox="s0-n0-1-1", slot=3, index=9, ifname="ds3", address="10.0.0.3", address6="fd00::3",
@@ -41,6 +46,7 @@ def resources(**fields: object) -> Resources:
         "uid_base": 1 << 28,
         "owner_uid": (1 << 28) + 65535,
         "cgroup": "/sys/fs/cgroup/dsec/s0-n0-1-1",
+        "confinement": CONFINEMENT,
         "lowers": 1,
     }
     return Resources(**(given | fields))
@@ -57,6 +63,16 @@ def test_everything_asked_for_is_in_the_plan() -> None:
     assert (config["user"], config["workdir"], config["no_new_privs"]) == ("agent", "/w", True)
     assert (config["output_limit"], config["spool_limit"]) == (2 << 20, 3 << 20)
     assert (config["caps"], config["seccomp"]) == (7, b"\1" * 8)
+
+
+def test_what_confines_it_is_split_between_the_spawner_and_init() -> None:
+    plan = compile_plan(TEMPLATE, spec(), resources())
+    assert (plan.masked, plan.read_only) == (("/proc/keys",), ("/proc/sys",))
+    assert plan.guards == CONFINEMENT.guards
+    assert "landlock" not in msgspec.msgpack.decode(plan.init_config)
+    closed = msgspec.structs.replace(CONFINEMENT, landlock=Ruleset(15, (("/a", 4),)))
+    plan = compile_plan(TEMPLATE, spec(), resources(confinement=closed))
+    assert msgspec.msgpack.decode(plan.init_config)["landlock"] == [15, [["/a", 4]]]
 
 
 def test_generated_files_follow_the_network() -> None:

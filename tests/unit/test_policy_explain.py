@@ -12,7 +12,19 @@ from dsecd.host.probe import Feature
 from dsecd.policy import explain, language
 from dsecd.policy.compile import Compiled, compile_policy
 from dsecd.policy.explain import Row
-from dsecd.policy.mechanisms import AT_START, ATTRIBUTES, BY_NUMBER, NEEDS, SHARED
+from dsecd.policy.mechanisms import (
+    AT_START,
+    ATTRIBUTES,
+    BY_NUMBER,
+    ENTRY,
+    GAIN,
+    HELD,
+    NEEDS,
+    NO_MOUNTS,
+    NOT_LISTENED,
+    READ_TOO,
+    SHARED,
+)
 from libdsec.errors import InvalidArgument, Unsupported
 from tests.unit import policy_cases as cases
 
@@ -70,8 +82,13 @@ def test_a_denied_name_is_open_by_number_where_everything_is() -> None:
         (files("/a/b", deny=["execute"]), "enforced", ("mounts",)),
         (files("/a/b", deny=["read", "write", "execute"]), "enforced", ("mounts",)),
         (files("/a/b", deny=["read"]), "not enforced", ()),
-        (files("/a/*", deny=["write"]), "partly", ("mounts",)),
-        (files("/a/b", "/**/c", deny=["write"]), "partly", ("mounts",)),
+        (files("/a/*", deny=["write"]), "not enforced", ()),
+        (files("/a/b", "/**/c", deny=["write"]), "not enforced", ("mounts",)),
+        (files("/", deny=["write"]), "partly", ("mounts",)),
+        (files("/dev/x", deny=["write"]), "partly", ("mounts",)),
+        (files("/proc", deny=["write"]), "not enforced", ()),
+        (files("/proc/self/mem", deny=["write"]), "not enforced", ()),
+        (files("/", deny=["read", "write", "execute"]), "not enforced", ()),
         (files("/a/b", allow=["read"]), "enforced", ("default",)),
     ],
 )
@@ -86,7 +103,8 @@ def test_without_a_security_module_mounts_do_what_they_can(
 
 def test_hidden_globs_hold_for_what_exists() -> None:
     hidden = {"files": {"hide": ["/**/answers"]}}
-    assert AT_START in rows(hidden, *WITHOUT_LSM)["files.hide[0]"].reasons
+    assert AT_START in rows(hidden, "apparmor")["files.hide[0]"].reasons
+    assert rows(hidden, *WITHOUT_LSM)["files.hide[0]"].state == "not enforced"
     assert rows(hidden)["files.hide[0]"].by == ("apparmor",)
 
 
@@ -114,7 +132,19 @@ def test_vsock_and_unix_sockets() -> None:
     assert rows(peer, *WITHOUT_LSM)["vsock.allow[0]"].state == "not enforced"
     abstract = rows({"unix": {"deny": ["@x", "/run/x"]}}, *WITHOUT_LSM)
     assert abstract["unix.deny[0]"].state == "not enforced"
-    assert abstract["unix.deny[1]"].state == "partly"
+    assert abstract["unix.deny[1]"].state == "enforced"
+    assert any(NOT_LISTENED in remark for remark in abstract["unix.deny[1]"].remarks)
+
+
+def test_what_a_mechanism_forbids_beyond_a_rule_is_said_where_it_is_used() -> None:
+    hidden = {"files": {"hide": ["/a"]}}
+    assert rows(hidden, *WITHOUT_LSM)["files.hide[0]"].remarks == (f"{NO_MOUNTS}; {HELD}",)
+    assert rows(hidden)["files.hide[0]"].remarks == ()
+    opened = files("/a", allow=["write", "execute"])
+    opened["files"]["default"] = "deny"
+    found = rows(opened, *WITHOUT_LSM)
+    assert found["files.rules[0]"].remarks == (f"{ENTRY}; {GAIN}; {READ_TOO}",)
+    assert found["files.default"].remarks == (NO_MOUNTS,)
 
 
 def test_a_mechanism_that_the_backend_does_not_apply_counts_for_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import itertools
 import operator
 import struct
@@ -15,11 +16,21 @@ from hypothesis import strategies as st
 
 from dsecd.host import syscalls
 from dsecd.policy import seccomp
+from dsecd.policy.rules import MountRule, SystemPolicy
 
+PLAIN = "206041fa85868d30"  # sha256 of the command part for x86-64, of 25 instructions
 X86, ARM, I386 = 0xC000003E, 0xC00000B7, 0x40000003
 AUDIT: dict[int, syscalls.Arch] = {X86: "x86_64", ARM: "aarch64", I386: "i386"}
 Pair = tuple[bytes, bytes]  # of a spawner, of a command
 Args = tuple[int, ...]
+
+
+def allow(fstype: str, pattern: str = "/**") -> MountRule:
+    return MountRule(verdict="allow", fstype=fstype, pattern=pattern)
+
+
+def deny(fstype: str, pattern: str = "/**") -> MountRule:
+    return MountRule(verdict="deny", fstype=fstype, pattern=pattern)
 
 
 def filters(options: seccomp.Options | None = None, arch: syscalls.Arch = "x86_64") -> Pair:
@@ -200,19 +211,35 @@ def test_ioctls(code: Pair, command: int, allowed: bool) -> None:
 
 # --- the sum of both parts, against the rules in plain words --------------------------------------
 
+# include/uapi/linux/sched.h: NEWTIME VM FS FILES SIGHAND THREAD SYSVSEM NEWNS .. NEWNET
+UNSHARED = (
+    0x80 | 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000 | 0x20000 | 0x02000000 | 0x04000000
+    | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+)  # fmt: skip
 SPECIAL = ("socket", "socketpair", "ioctl", "clone", "unshare")
+MOUNTS = (
+    "fsconfig", "fsmount", "fsopen", "fspick", "mount", "mount_setattr", "move_mount", "open_tree",
+    "open_tree_attr", "pivot_root", "umount", "umount2",
+)  # fmt: skip
 EXTRA = {"mount": errno.EACCES, "bpf": errno.ENOSYS, "clone": errno.EACCES}
 OPTIONS = [
     seccomp.Options(nested, i386, extra)
     for nested, i386 in itertools.product((False, True), repeat=2)
     for extra in ({}, EXTRA)
+] + [
+    seccomp.Options(nested, mounts=False, ioctls_allowed=allowed, ioctls_denied=denied)
+    for nested, allowed, denied in (
+        (False, None, frozenset({0x5401, 0x40049409})),
+        (True, frozenset({0x5401, 0x5413, 0x5412, 0x801C581F}), frozenset({0x5413})),
+        (False, frozenset(), frozenset()),
+    )
 ]
 
 
 @functools.cache
 def known(table: syscalls.Arch) -> dict[int, str]:
     """Return the names that a rule is about, by their numbers."""
-    names = {*seccomp.DENIED, *EXTRA, *SPECIAL, "clone3", "modify_ldt"}
+    names = {*seccomp.DENIED, *EXTRA, *SPECIAL, *MOUNTS, "clone3", "modify_ldt"}
     numbers = {name: syscalls.number(name, table) for name in names}
     return {nr: name for name, nr in numbers.items() if nr is not None}
 
@@ -229,6 +256,8 @@ def expected(
         return refused(errno.ENOSYS)
     name = known(table).get(nr)
     errnos = seccomp.DENIED | options.extra_denied
+    if not options.mounts:
+        errnos |= dict.fromkeys(MOUNTS, errno.EPERM) | {"clone3": errno.ENOSYS}
     if name in errnos:
         return refused(errnos[name])
     words = [arg & 0xFFFFFFFF for arg in args]
@@ -236,14 +265,21 @@ def expected(
     if name in ("socket", "socketpair"):
         code = _socket_errno(*words)
     elif name == "ioctl":
-        code = _ioctl_errno(words[1])
-    elif name in ("clone", "unshare") and not options.nested_namespaces:
-        code = errno.EPERM if words[0] & 0x52000000 else 0
+        code = _ioctl_errno(words[1]) or _ioctl_denied(options, words[1])
+    elif name in ("clone", "unshare"):
+        nested = 0 if options.nested_namespaces else 0x52000000
+        unknown = 0 if options.mounts or name == "clone" else 0xFFFFFFFF - UNSHARED
+        code = errno.EPERM if words[0] & (nested | unknown) else 0
     elif (name == "clone3" and not options.nested_namespaces) or (
         name == "modify_ldt" and not options.i386
     ):
         code = errno.ENOSYS
     return refused(code) if code else seccomp.ALLOW
+
+
+def _ioctl_denied(options: seccomp.Options, command: int) -> int:
+    listed = options.ioctls_allowed is None or command in options.ioctls_allowed
+    return 0 if listed and command not in options.ioctls_denied else errno.EPERM
 
 
 def _socket_errno(family: int, kind: int, protocol: int) -> int:
@@ -272,6 +308,9 @@ def arguments(name: str) -> Iterator[Args]:
         for low in (*range(0x5400, 0x5A00), *range(0x6600, 0x6700), *range(0x9400, 0x9500)):
             yield (3, low, 0)
             yield (3, high | 0xC0280000 | low, 0)
+        for listed in (0x40049409, 0x801C581F):
+            for near in (listed - 1, listed, listed + 1, high | listed):
+                yield (3, near, 0)
     else:
         for family, kind in itertools.product(range(48), (1, 2, 3, 10, 0x8000A, 0x80001)):
             for protocol in range(18) if family == 16 else (0, 6):
@@ -346,3 +385,45 @@ def test_description_names_every_rule() -> None:
     text = "\n".join(seccomp.describe())
     assert "bpf: EPERM" in text
     assert "TIOCSTI" in text
+
+
+@given(
+    allowed=st.none() | st.frozensets(st.integers(0, 0xFFFFFFFF), max_size=200),
+    denied=st.frozensets(st.integers(0, 0xFFFFFFFF), max_size=200),
+    asked=st.integers(0, 0xFFFFFFFF),
+)
+def test_lists_of_ioctls_of_any_length(
+    allowed: frozenset[int] | None, denied: frozenset[int], asked: int
+) -> None:
+    """A jump reaches 255 instructions: long searches need longer ones."""
+    options = seccomp.Options(ioctls_allowed=allowed, ioctls_denied=denied)
+    pair = filters(options)
+    for command in {asked, *list(allowed or ())[:3], *list(denied)[:3]}:
+        args = (3, 7 << 32 | command)
+        assert run(pair, number("ioctl"), X86, args) == expected(
+            options, "x86_64", number("ioctl"), X86, args
+        )
+
+
+def test_options_that_say_nothing_change_no_byte() -> None:
+    """What a sandbox without a policy installs costs what it did before there were policies."""
+    plain = seccomp.command_filter(arch="x86_64")
+    said = seccomp.Options(ioctls_allowed=None, ioctls_denied=frozenset(), mounts=True)
+    assert seccomp.command_filter(said, arch="x86_64") == plain
+    assert (len(plain) // 8, hashlib.sha256(plain).hexdigest()[:16]) == (25, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("system", "closed"),
+    [
+        (SystemPolicy(), False),
+        (SystemPolicy(mount_default="deny"), True),
+        (SystemPolicy(mount_default="deny", mounts=(deny("tmpfs"),)), True),
+        (SystemPolicy(mount_default="deny", mounts=(allow("tmpfs"),)), False),
+        (SystemPolicy(mount_default="deny", mounts=(allow("tmpfs"), deny("*"))), True),
+        (SystemPolicy(mounts=(deny("*"),)), True),
+        (SystemPolicy(mounts=(deny("*", "/mnt"),)), False),
+    ],
+)
+def test_which_policies_close_all_mounts(system: SystemPolicy, closed: bool) -> None:
+    assert seccomp.closes_mounts(system) == closed

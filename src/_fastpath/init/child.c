@@ -6,17 +6,24 @@
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <termios.h>
 #include <unistd.h>
 
 #include "config.h"
+#include "confine.h"
 #include "conn.h"
 #include "process.h"
+
+#ifndef TIOCGPTPEER
+#define TIOCGPTPEER _IO('T', 0x41)
+#endif
 
 #define INTO_CGROUP 0x200000000ULL /* CLONE_INTO_CGROUP; absent from musl's headers */
 
@@ -199,14 +206,49 @@ static void read_groups(struct mp_bytes raw, struct identity *who)
     who->n_groups = (int)n;
 }
 
-static void become(struct mp_bytes user, struct mp_bytes groups, struct identity *who)
+/* A terminal of the sandbox's own devpts: the user's, by the file-system identity, but made before the
+ * policy holds, which may close /dev and its ioctls to commands. */
+static void open_terminal(const struct role *role, const struct identity *who)
 {
+    syscall(SYS_setfsgid, who->gid);
+    syscall(SYS_setfsuid, who->uid);
+    int master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
+    int locked = 0;
+    if (master < 0)
+        child_fail(UNSUPPORTED, "cannot open a terminal in the sandbox: %s", strerror(errno));
+    struct winsize size = { .ws_row = role->rows, .ws_col = role->cols };
+    int slave = -1;
+    if (ioctl(master, TIOCSPTLCK, &locked) == 0)
+        slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY);
+    if (slave < 0)
+        child_fail(UNSUPPORTED, "cannot open the terminal's slave: %s", strerror(errno));
+    ioctl(slave, TIOCSWINSZ, &size);
+    if (ioctl(slave, TIOCSCTTY, 0) < 0)
+        child_fail(UNSUPPORTED, "cannot take the terminal: %s", strerror(errno));
+    if (!child_send(REPORT_PTY, NULL, 0, master))
+        child_fail(EXHAUSTED, "cannot hand the terminal over: %s", strerror(errno));
+    dup2(slave, 0);
+    dup2(slave, 1);
+    dup2(slave, 2);
+    close(slave);
+    close(master);
+    syscall(SYS_setfsuid, 0);
+    syscall(SYS_setfsgid, 0);
+}
+
+static void become(const struct role *role, struct identity *who)
+{
+    struct mp_bytes user = role->user;
     if (!user.p)
         user = config.user.n ? config.user : (struct mp_bytes){ (const uint8_t *)"root", 4 };
     if (!account_find(user, who))
         child_fail(NOT_FOUND, "no such user in the sandbox: %.*s", (int)user.n, user.p);
-    if (groups.p)
-        read_groups(groups, who);
+    if (role->groups.p)
+        read_groups(role->groups, who);
+    if (role->pty)
+        open_terminal(role, who);
+    if (role->command)
+        confine_files();
     install_bounds();
     /* Not through the C library, which would first look for threads to change as well. */
     if (syscall(SYS_setgroups, (size_t)who->n_groups, who->groups) < 0 ||
@@ -260,8 +302,7 @@ static void reset_signals(void)
     sigprocmask(SIG_SETMASK, &none, NULL);
 }
 
-void child_enter(const struct child_fds *fds, struct mp_bytes user, struct mp_bytes groups,
-                 struct identity *who)
+void child_enter(const struct child_fds *fds, const struct role *role, struct identity *who)
 {
     ctl_fd = fds->ctl;
     reset_signals();
@@ -277,5 +318,5 @@ void child_enter(const struct child_fds *fds, struct mp_bytes user, struct mp_by
     }
     /* Before the sandbox's files are looked at: /etc/passwd may be a link to /proc/self/fd/N/.. */
     place(fds);
-    become(user, groups, who);
+    become(role, who);
 }

@@ -69,10 +69,18 @@ pid_t child_fork(int cgroup_fd);
 
 /* --- from here on: called in the child only ----------------------------------------------- */
 
-/* Enter the sandbox as `user` (p NULL: the configured one): namespaces, limits, identity,
- * descriptors 0..3 (and 8, 9). A failure is reported and ends the child. */
-void child_enter(const struct child_fds *fds, struct mp_bytes user, struct mp_bytes groups,
-                 struct identity *who);
+/* What a child enters the sandbox as. */
+struct role {
+    struct mp_bytes user;   /* p NULL: the configured one */
+    struct mp_bytes groups; /* p NULL: the user's own */
+    bool command;           /* of the sandbox's, so under its policy; else it acts for the caller */
+    bool pty;               /* with a terminal of this size for 0..2 */
+    uint16_t rows, cols;
+};
+
+/* Enter the sandbox: namespaces, limits, terminal, confinement, identity, descriptors 0..3 (and 8, 9). A
+ * failure is reported and ends the child. */
+void child_enter(const struct child_fds *fds, const struct role *role, struct identity *who);
 
 _Noreturn void child_fail(enum code code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));

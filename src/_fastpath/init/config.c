@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "limits.h"
@@ -27,10 +28,28 @@ static bool read_env(struct mp_reader *r)
     return !r->failed;
 }
 
+/* [accesses handled, [[path, accesses], ...]], as confine.c reads it. */
+static bool read_landlock(struct mp_reader *r)
+{
+    const uint8_t *start = r->p;
+    bool good = mp_get_array(r) == 2;
+    mp_get_u64(r);
+    for (uint32_t left = mp_get_array(r); left && good && !r->failed; left--) {
+        good = mp_get_array(r) == 2;
+        struct mp_bytes path = mp_get_bytes(r);
+        good = good && path.n && path.n < MAX_PATH && path.p[0] == '/' && !memchr(path.p, 0, path.n);
+        mp_get_u64(r);
+    }
+    config.landlock = (struct mp_bytes){ start, (size_t)(r->p - start) };
+    return good && !r->failed;
+}
+
 static bool read_key(struct mp_reader *r, struct mp_bytes key)
 {
     if (mp_equal(key, "env"))
         return read_env(r);
+    if (mp_equal(key, "landlock"))
+        return read_landlock(r);
     if (mp_equal(key, "user"))
         config.user = mp_get_str(r);
     else if (mp_equal(key, "workdir"))

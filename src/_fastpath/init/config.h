@@ -24,6 +24,7 @@ struct config {
     struct mp_bytes user; /* "" is root */
     struct mp_bytes workdir; /* "" is the user's home */
     struct mp_bytes seccomp; /* struct sock_filter[] */
+    struct mp_bytes landlock; /* [accesses handled, [[path, accesses], ...]], still encoded; none: n is 0 */
     struct mp_bytes sandbox;
     uint64_t caps;
     uint64_t output_limit, spool_limit;

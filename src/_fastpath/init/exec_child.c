@@ -1,21 +1,15 @@
-/* The last steps of a command: terminal, directory, environment, exec. */
+/* The last steps of a command: directory, environment, exec. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <termios.h>
 #include <unistd.h>
 
 #include "child.h"
 #include "config.h"
 #include "loop.h"
-
-#ifndef TIOCGPTPEER
-#define TIOCGPTPEER _IO('T', 0x41)
-#endif
 
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -129,31 +123,6 @@ static void enter_directory(struct mp_bytes cwd, const struct identity *who)
         child_fail_errno(errno, "cannot enter cwd", cwd);
 }
 
-/* A terminal of the sandbox's own devpts, made with the user's rights so that it is the user's. */
-static void open_terminal(uint16_t rows, uint16_t cols)
-{
-    int master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC);
-    int locked = 0;
-    if (master < 0)
-        child_fail(UNSUPPORTED, "cannot open a terminal in the sandbox: %s", strerror(errno));
-    struct winsize size = { .ws_row = rows, .ws_col = cols };
-    int slave = -1;
-    if (ioctl(master, TIOCSPTLCK, &locked) == 0)
-        slave = ioctl(master, TIOCGPTPEER, O_RDWR | O_NOCTTY);
-    if (slave < 0)
-        child_fail(UNSUPPORTED, "cannot open the terminal's slave: %s", strerror(errno));
-    ioctl(slave, TIOCSWINSZ, &size);
-    if (ioctl(slave, TIOCSCTTY, 0) < 0)
-        child_fail(UNSUPPORTED, "cannot take the terminal: %s", strerror(errno));
-    if (!child_send(REPORT_PTY, NULL, 0, master))
-        child_fail(EXHAUSTED, "cannot hand the terminal over: %s", strerror(errno));
-    dup2(slave, 0);
-    dup2(slave, 1);
-    dup2(slave, 2);
-    close(slave);
-    close(master);
-}
-
 /* exec, and as execvp does: a text file without an interpreter line is a shell script. */
 static int try_exec(const char *path, char **argv, size_t argc, char **env)
 {
@@ -244,14 +213,14 @@ _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *
 {
     struct identity who;
     struct child_fds own = with_shell(fds, args->shell.p && !args->interpreter.p);
-    child_enter(&own, args->user, args->groups, &who);
+    struct role role = { .user = args->user, .groups = args->groups, .command = true,
+                         .pty = args->pty, .rows = args->rows, .cols = args->cols };
+    child_enter(&own, &role, &who);
     struct mp_reader r = mp_reader_of(args->argv.p, args->argv.n);
     size_t argc = args->argv.p ? mp_get_array(&r) : 3;
     /* Each string and pointer is rounded up to 16 bytes. */
     size_t entries = argc + pairs(config.env) + pairs(args->env) + 64;
     arena_open(args->argv.n + args->shell.n + config.env.n + args->env.n + entries * 64 + 65536);
-    if (args->pty)
-        open_terminal(args->rows, args->cols);
     enter_directory(args->cwd, &who);
     struct environment env = env_build(&who, args->env, args->pty);
     if (own.shell)
@@ -280,7 +249,7 @@ _Noreturn void shell_child(const struct session_args *args, const struct child_f
 {
     struct identity who;
     struct child_fds own = with_shell(fds, !args->shell.n);
-    child_enter(&own, args->user, (struct mp_bytes){ 0 }, &who);
+    child_enter(&own, &(struct role){ .user = args->user, .command = true }, &who);
     size_t entries = pairs(config.env) + pairs(args->env) + 64;
     arena_open(config.env.n + args->env.n + entries * 64 + 65536);
     enter_directory(args->cwd, &who);

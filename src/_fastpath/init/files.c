@@ -283,7 +283,7 @@ _Noreturn void file_child(const struct file_task *task)
     const struct path_args *args = task->args;
     struct tree_change mode = { .mode = (mode_t)args->mode.value };
     struct identity who;
-    child_enter(&task->fds, args->user, (struct mp_bytes){ 0 }, &who);
+    child_enter(&task->fds, &(struct role){ .user = args->user }, &who);
     root_fd = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root_fd < 0)
         child_fail_errno(errno, "cannot open the sandbox's root", (struct mp_bytes){ 0 });

@@ -9,6 +9,7 @@
 #include "native/kernel.h"
 #include "native/mounts.h"
 #include "native/process.h"
+#include "spawner/guards.h"
 #include "spawner/root.h"
 
 #define PARKED 64 /* descriptors wait from here on while 0..14 are dealt out */
@@ -202,6 +203,7 @@ static int run_child_steps(struct creation *c)
     STEP(s, "read_only", lock_read_only(c));
     STEP(s, "masks", mask(c));
     STEP(s, "binds", attach_binds(c));
+    STEP(s, "guards", attach_guards(c));
     STEP(s, "netns", (int)KERNEL(setns(c->fd[FD_NETNS], CLONE_NEWNET)));
     /* The host's, so that root inside has no right over it: it cannot mount a cgroup hierarchy. */
     STEP(s, "cgroup_ns", (int)KERNEL(unshare(CLONE_NEWCGROUP)));

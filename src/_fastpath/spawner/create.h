@@ -47,6 +47,7 @@ struct creation {
     bool made_cgroup, made_runtime, made_upper_dir, made_upper;
     bool linked; /* files of several names came from the newest saved upper */
     int child_error; /* written by the child: it shares our memory */
+    const char *where; /* so is this: the path of the plan that a step failed at, NULL: none */
     pid_t pid;
     int pidfd;
 };

@@ -50,15 +50,22 @@ static int fill_dev(int dev)
     return error;
 }
 
+/* What masks are made of: empty, or closed even to root inside, to whom our root is nobody. */
+static int fill_masks(int root)
+{
+    if (mkdirat(root, "dir", 0555) < 0 || mknodat(root, "file", S_IFREG | 0444, 0) < 0 ||
+        mkdirat(root, "closed-dir", 0) < 0 || mknodat(root, "closed-file", S_IFREG, 0) < 0)
+        return -errno;
+    return 0;
+}
+
 static int fill_template(int root)
 {
-    if (mkdirat(root, "dev", 0755) < 0 || mkdirat(root, "proc", 0555) < 0 ||
-        mkdirat(root, "dir", 0555) < 0)
+    if (mkdirat(root, "dev", 0755) < 0 || mkdirat(root, "proc", 0555) < 0)
         return -errno;
-    int file = openat(root, "file", O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0444);
-    if (file < 0)
-        return -errno;
-    close(file);
+    int masks = fill_masks(root);
+    if (masks < 0)
+        return masks;
     int dev = openat(root, "dev", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dev < 0)
         return -errno;

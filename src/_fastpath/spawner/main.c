@@ -57,6 +57,7 @@ struct reply {
     uint32_t fd_count;
     int error; /* negative errno */
     const char *step;
+    const char *where; /* a path of the plan that the step failed at, NULL: none */
     const struct steps *times; /* NULL: none */
     bool clean, linked;
 };
@@ -78,13 +79,17 @@ static void answer(struct spawner *spawner, const struct reply *reply)
 
     mp_put_array(&writer, 2);
     mp_put_u64(&writer, reply->id);
-    mp_put_map(&writer, 3u + timed + reply->clean + reply->linked);
+    mp_put_map(&writer, 3u + timed + reply->clean + reply->linked + (reply->where != NULL));
     mp_put_text(&writer, "pid");
     mp_put_u64(&writer, (uint64_t)reply->pid);
     mp_put_text(&writer, "error");
     mp_put_u64(&writer, (uint64_t)-reply->error);
     mp_put_text(&writer, "step");
     mp_put_text(&writer, reply->step);
+    if (reply->where) {
+        mp_put_text(&writer, "where");
+        mp_put_text(&writer, reply->where);
+    }
     if (timed)
         put_times(&writer, reply->times);
     if (reply->clean) {
@@ -141,6 +146,7 @@ static void create(struct spawner *spawner, struct message *message)
     if (reply.error == 0) {
         reply.error = create_container(c, &spawner->host, &spawner->container, message->fds);
         reply.step = reply.error ? c->steps.current : "";
+        reply.where = reply.error ? c->where : NULL;
         reply.times = &c->steps;
     }
     if (reply.error == 0) {
@@ -162,6 +168,7 @@ static void reroot(struct spawner *spawner, struct message *message)
     if (reply.error == 0) {
         reply.error = reroot_container(c, &spawner->host, &spawner->container, message->fds);
         reply.step = reply.error ? c->steps.current : "";
+        reply.where = reply.error ? c->where : NULL;
         reply.times = &c->steps;
     }
     if (reply.error == 0) {

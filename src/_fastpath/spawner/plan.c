@@ -82,6 +82,18 @@ static void read_files(struct mp_reader *reader, struct arena *arena, struct con
     }
 }
 
+static void read_guards(struct mp_reader *reader, struct arena *arena, struct container_plan *plan)
+{
+    plan->guard_count = list(reader, GUARDS_MAX);
+    for (uint32_t i = 0; i < plan->guard_count; i++) {
+        tuple(reader, 2);
+        plan->guards[i].path = text(reader, arena);
+        plan->guards[i].how = number(reader);
+        if (*plan->guards[i].path != '/')
+            reader->failed = true;
+    }
+}
+
 static void read_cpus(struct mp_reader *reader, struct container_plan *plan)
 {
     plan->cpu_count = list(reader, CPU_SETSIZE);
@@ -145,6 +157,8 @@ static bool read_root_key(struct mp_reader *reader, struct arena *arena,
         read_files(reader, arena, plan);
     else if (mp_equal(key, "binds"))
         read_binds(reader, arena, plan);
+    else if (mp_equal(key, "guards"))
+        read_guards(reader, arena, plan);
     else if (mp_equal(key, "trace"))
         plan->trace = mp_get_bool(reader);
     else if (mp_equal(key, "fail_step"))

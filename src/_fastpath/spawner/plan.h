@@ -12,6 +12,7 @@
 #define MESSAGE_MAX (256u << 10) /* bytes of one message */
 #define LOWERS_MAX 64
 #define LIST_MAX 64 /* elements of any other list of a plan */
+#define GUARDS_MAX 256
 #define FDS_GIVEN 2 /* of a creation, user and network namespace; then the lowers */
 #define FDS_MAX (FDS_GIVEN + LOWERS_MAX)
 
@@ -30,6 +31,14 @@ struct new_file {
     uint32_t mode;
 };
 
+/* Nothing of it: the path is held in place, no more. */
+enum { GUARD_READ_ONLY = 1, GUARD_NO_EXEC = 2, GUARD_MASK = 4 };
+
+struct guard {
+    const char *path; /* inside, absolute; those above it come before it */
+    uint32_t how;
+};
+
 /* Of a creation; a re-rooting uses the part of it that describes the root. */
 struct container_plan {
     const char *sandbox, *cgroup, *runtime_dir, *spool_dir, *upper_dir, *dev_tree, *hostname;
@@ -39,8 +48,10 @@ struct container_plan {
     struct file_write writes[LIST_MAX];
     struct bind binds[LIST_MAX];
     struct new_file files[LIST_MAX];
+    struct guard guards[GUARDS_MAX];
     const char *read_only[LIST_MAX], *masked[LIST_MAX];
     uint32_t write_count, bind_count, file_count, read_only_count, masked_count, cpu_count;
+    uint32_t guard_count;
     cpu_set_t cpus;
     struct mp_bytes init_config;
     bool linked; /* files of several names may be in the topmost lower, an upper of a checkpoint */

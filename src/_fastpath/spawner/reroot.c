@@ -8,6 +8,7 @@
 
 #include "native/kernel.h"
 #include "native/process.h"
+#include "spawner/guards.h"
 #include "spawner/links.h"
 #include "spawner/root.h"
 
@@ -108,6 +109,7 @@ static int run_child_steps(struct creation *c)
     STEP(s, "proc", attach_at(c, c->fd[FD_PROC], "/proc"));
     STEP(s, "dev", attach_at(c, c->fd[FD_DEV], "/dev"));
     STEP(s, "binds", attach_binds(c));
+    STEP(s, "guards", attach_guards(c));
     /* From here on as in a creation's helper: the copy of the namespace locks every mount in it. */
     STEP(s, "userns", (int)KERNEL(setns(c->fd[FD_USERNS], CLONE_NEWUSER)));
     STEP(s, "unshare", (int)KERNEL(unshare(CLONE_NEWNS)));

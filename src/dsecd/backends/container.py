@@ -63,7 +63,8 @@ class ContainerBackend:
         self.capabilities = Capabilities(
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10,
             secrets=True,
-            mechanisms=("netns", "bpf_cgroup", "resolver"),  # where the probe finds what they need
+            # where the probe finds what they need
+            mechanisms=("netns", "seccomp", "mounts", "landlock", "bpf_cgroup", "resolver"),
         )  # fmt: skip
         self._host = ContainerHost(config)
         self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
@@ -125,6 +126,7 @@ class ContainerBackend:
             for layer in self._stack(holding, spec):
                 self._mount(layer)
                 holding.layers.append(layer)
+            holding.guards = host.confiner.confine(spec.policy).guards
             holding.range = host.ranges.acquire()
             if on_disk(spec, host.disk_uppers):
                 holding.upper = host.uppers.plan(sandbox, spec.disk_bytes)
@@ -199,6 +201,7 @@ class ContainerBackend:
             uid_base=holding.range.uid_base,
             owner_uid=holding.range.owner_uid,
             cgroup=holding.cgroup.path,
+            confinement=host.confiner.confine(spec.policy),
             lowers=len(holding.layers) + len(holding.roots.saved),
             raw_lowers=len(holding.roots.saved),
             linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
@@ -372,6 +375,7 @@ class ContainerBackend:
         holding.attachment, holding.cpus = held.attachment, held.cpus
         holding.policy = unpack(held.policy) if held.policy else None
         holding.defaults, holding.roots = held.defaults, held.roots
+        holding.guards = held.guards
         self._checkpoints.hold(holding)
         self._checkpoints.settle(holding)
         host.cpu_load.bind(held.cpus)

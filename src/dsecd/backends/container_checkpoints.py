@@ -40,6 +40,7 @@ from dsecd.host import mountinfo, processes, syscalls
 from dsecd.host.layers import privatise
 from dsecd.host.plan import LIST_MAX, RerootPlan
 from dsecd.host.upper import Upper
+from dsecd.policy.guards import in_kernel_tree
 from libdsec import model
 from libdsec.errors import Exhausted, Internal, Unavailable, WrongState
 
@@ -428,6 +429,8 @@ class Checkpoints:
                 upper_bytes=0 if upper_dir else holding.upper_bytes,
                 upper_project=holding.upper.project if holding.upper is not None else 0,
                 binds=host.secrets.binds(holding.sandbox),
+                # /proc and /dev come along from the present root with what is mounted there
+                guards=tuple(g for g in holding.guards if not in_kernel_tree(g.path)),
             )
             fds = [holding.pidfd, holding.range.userns_fd, *layers, *uppers]
             built = await host.spawners.reroot(plan, fds)

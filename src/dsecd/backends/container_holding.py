@@ -12,6 +12,7 @@ from dsecd.backends.container_names import Names
 from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
 from dsecd.host.netns import Netns
 from dsecd.host.network import Attachment
+from dsecd.host.plan import Guard
 from dsecd.host.ranges import Range
 from dsecd.host.upper import Upper
 from dsecd.images.local import Local
@@ -76,15 +77,16 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     upper_bytes: int = 0
     defaults: Config = Config()
     roots: Roots = msgspec.field(default_factory=Roots)
+    guards: tuple[Guard, ...] = ()
 
 
 class Holding:
     """All that one container holds, in the order in which it is taken."""
 
     __slots__ = (
-        "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "layers", "names",
-        "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots", "sandbox",
-        "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards", "layers",
+        "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots",
+        "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -92,6 +94,7 @@ class Holding:
         self.range: Range | None = None
         self.layers: list[Local] = []
         self.defaults = Config()  # of the environment
+        self.guards: tuple[Guard, ...] = ()  # over its files, in every root
         self.upper: Upper | None = None
         self.upper_bytes = 0
         self.roots = Roots()
@@ -125,6 +128,7 @@ class Holding:
             upper_bytes=self.upper_bytes,
             defaults=self.defaults,
             roots=self.roots,
+            guards=self.guards,
         )
         return Handle(
             sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+from dsecd.backends import container_confine
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_network import Networks
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
@@ -26,7 +27,7 @@ from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
 from dsecd.host.upper import Uppers
-from dsecd.policy import capabilities, masks, seccomp
+from dsecd.policy import capabilities, seccomp
 from libdsec.errors import DSecError, Unsupported
 from libdsec.model import Feature
 
@@ -81,6 +82,7 @@ class ContainerHost:
         self.networks = Networks(config, self.netns, self.nat)
         self.networks.start(self.driver)
         self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
+        self.confiner = container_confine.for_host()
         self.template = self._make_template()
         self._open_shell()
         self.spawners = await self._start_spawners()
@@ -99,15 +101,11 @@ class ContainerHost:
         )
 
     def _make_template(self) -> Template:
-        chosen = masks.for_host()
         return Template(
             runtime=str(self._sandboxes),
             spool=str(self._spool),
             dev_tree=self.tree.dev,
-            masked=chosen.masked,
-            read_only=chosen.read_only,
             caps=capabilities.mask(),
-            seccomp=seccomp.command_filter(),
             trace=self._config.log.level == "debug",
         )
 

@@ -6,11 +6,13 @@ import hashlib
 
 import msgspec
 
+from dsecd.backends.container_confine import Confinement
 from dsecd.backends.spec import Spec
 from dsecd.host.network import Attachment
 from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
 from dsecd.host.upper import Upper
 from dsecd.images.manifest import Config
+from dsecd.policy.landlock import Ruleset
 from dsecd.secrets import trust
 
 DEFAULT_ENV = {
@@ -32,10 +34,7 @@ class Template(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str
     spool: str
     dev_tree: str
-    masked: tuple[str, ...]
-    read_only: tuple[str, ...]
     caps: int
-    seccomp: bytes
     trace: bool = False
 
 
@@ -46,6 +45,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     uid_base: int
     owner_uid: int
     cgroup: str
+    confinement: Confinement
     lowers: int
     raw_lowers: int = 0
     linked: bool = False
@@ -67,6 +67,7 @@ class InitConfig(msgspec.Struct, kw_only=True):
     workdir: str
     caps: int
     seccomp: bytes
+    landlock: Ruleset | msgspec.UnsetType = msgspec.UNSET
     no_new_privs: bool
     output_limit: int
     spool_limit: int
@@ -111,11 +112,12 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         dev_tree=template.dev_tree,
         files=generated_files(given.sandbox, spec.hostname, given.attachment),
         binds=given.cpu_binds + given.trust_binds,
-        read_only=template.read_only,
-        masked=template.masked,
+        read_only=given.confinement.read_only,
+        masked=given.confinement.masked,
+        guards=given.confinement.guards,
         hostname=spec.hostname,
         cpus=given.cpus,
-        init_config=init_config(template, spec, given.sandbox, given.defaults),
+        init_config=init_config(template, spec, given),
         trace=template.trace,
     )
 
@@ -142,16 +144,18 @@ def machine_id(sandbox: str) -> str:
     return hashlib.blake2b(sandbox.encode(), digest_size=16, person=b"dsec machine-id").hexdigest()
 
 
-def init_config(template: Template, spec: Spec, sandbox: str, defaults: Config) -> bytes:
+def init_config(template: Template, spec: Spec, given: Resources) -> bytes:
     """Return dsec-init's configuration, encoded: what was asked for, else the image's defaults."""
+    defaults = given.defaults
     return msgspec.msgpack.encode(
         InitConfig(
-            sandbox=sandbox,
+            sandbox=given.sandbox,
             env=DEFAULT_ENV | defaults.env | _trusting(spec) | spec.env,
             user=spec.user or defaults.user or "root",
             workdir=spec.workdir or defaults.workdir,
             caps=template.caps,
-            seccomp=template.seccomp,
+            seccomp=given.confinement.seccomp,
+            landlock=given.confinement.landlock or msgspec.UNSET,
             no_new_privs=spec.no_new_privileges,
             output_limit=spec.output_limit,
             spool_limit=spec.spool_limit,

@@ -11,6 +11,7 @@ import msgspec
 
 OP_CREATE, OP_DESTROY, OP_STAGE, OP_REROOT = range(4)
 LIST_MAX = 64  # elements of a list in a plan
+GUARDS_MAX = 256
 PLAN_MAX = 192 << 10  # bytes of an encoded plan: what one datagram of the socket surely takes
 
 # The steps of a creation, in order; `ContainerPlan.fail_step` and `SpawnReply.step` name one.
@@ -18,7 +19,7 @@ STEPS = (
     "cgroup", "limits", "runtime_dir", "agent_socket", "spool_dir", "upper", "upper_dirs", "files",
     "lowers", "overlay", "links", "terminals", "bind_sources", "config", "clone",
     # in the new process
-    "root", "proc", "dev", "read_only", "masks", "binds", "netns", "cgroup_ns", "helper",
+    "root", "proc", "dev", "read_only", "masks", "binds", "guards", "netns", "cgroup_ns", "helper",
     # in its helper, inside the user namespace
     "userns", "unshare", "hostname", "namespaces",
     # in the new process again
@@ -30,7 +31,7 @@ REROOT_STEPS = (
     "carry_over", "bare_root", "upper", "upper_dirs", "files", "lowers", "overlay", "links",
     "bind_sources", "clone",
     # in the new process
-    "root", "proc", "dev", "binds", "userns", "unshare", "namespace",
+    "root", "proc", "dev", "binds", "guards", "userns", "unshare", "namespace",
 )  # fmt: skip
 
 
@@ -61,6 +62,21 @@ class NewFile(msgspec.Struct, array_like=True, frozen=True):
     mode: int = 0o644  # at most 0755
 
 
+GUARD_READ_ONLY, GUARD_NO_EXEC, GUARD_MASK = 1, 2, 4
+
+
+class Guard(msgspec.Struct, array_like=True, frozen=True, order=True):
+    """A mount over `path`, inside, that root inside cannot move, undo or write over.
+
+    `how` is a sum of `GUARD_*`; 0 is the path bound on itself, which holds it in place. A symbolic
+    link on the way fails the step with ELOOP; one at the end is guarded itself. What is missing is
+    made: directories, and an empty file for the last component.
+    """
+
+    path: str
+    how: int = 0
+
+
 class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     """One container. Paths are the host's unless said otherwise.
 
@@ -87,6 +103,7 @@ class ContainerPlan(msgspec.Struct, kw_only=True, frozen=True):
     binds: tuple[Bind, ...] = ()  # host objects shown inside
     read_only: tuple[str, ...] = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
     masked: tuple[str, ...] = ()  # hidden by an empty file or directory; absent ones are skipped
+    guards: tuple[Guard, ...] = ()  # in this order: each after those above it
     hostname: str
     cpus: tuple[int, ...] = ()  # affinity; () leaves it
     init_config: bytes  # docs/protocol.md: handed to dsec-init
@@ -113,6 +130,7 @@ class RerootPlan(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     upper_project: int = 0
     files: tuple[NewFile, ...] = ()  # a root without the first upper lacks them
     binds: tuple[Bind, ...] = ()
+    guards: tuple[Guard, ...] = ()  # but for those below /proc and /dev
     trace: bool = False
     fail_step: str = ""
 
@@ -139,6 +157,7 @@ class SpawnReply(msgspec.Struct, kw_only=True, frozen=True):
     pid: int = 0
     error: int = 0  # errno
     step: str = ""  # the step that failed
+    where: str = ""  # the path of the plan that it failed at
     micros: dict[str, int] = {}  # time of each step, when `trace` was asked
     clean: bool = False  # of a destruction: nothing is left in its network namespace
     linked: bool = False  # of a re-rooting: there are files of several names in the topmost lower

@@ -19,6 +19,7 @@ _NEEDED_CAPS = {
     "net_admin": 12, "sys_chroot": 18, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27,
 }  # fmt: skip
 _SYS_RESOURCE = 24
+LANDLOCK_ABI = 3  # all accesses that `dsecd.policy.landlock` closes
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,7 +90,10 @@ def _seccomp(scratch: Path) -> str:
 
 
 def _landlock(scratch: Path) -> str:
-    return f"ABI {syscalls.call('landlock_create_ruleset', None, 0, 1)}"
+    abi = syscalls.call("landlock_create_ruleset", None, 0, 1)
+    if abi < LANDLOCK_ABI:
+        raise Unsupported("landlock", reason=f"ABI {abi} does not know truncate(2); Linux 6.2 does")
+    return f"ABI {abi}"
 
 
 def _pidfd(scratch: Path) -> str:

@@ -338,7 +338,7 @@ class SpawnerPool:
         reply, fds = call.result()
         if reply.error:
             self._release(worker)  # the slot is still its own
-            raise step_error(f"creating {plan.sandbox}", reply.error, reply.step)
+            raise step_error(f"creating {plan.sandbox}", reply.error, reply.step, reply.where)
         self._hand_over(worker, slot)
         return Spawned(reply.pid, fds[0], reply.micros)
 
@@ -413,7 +413,7 @@ class SpawnerPool:
             raise asyncio.CancelledError
         reply, made = call.result()
         if reply.error:
-            raise step_error(f"re-rooting {plan.sandbox}", reply.error, reply.step)
+            raise step_error(f"re-rooting {plan.sandbox}", reply.error, reply.step, reply.where)
         return Rerooted(made[0], made[1], reply.micros, reply.linked)
 
     async def _undo_reroot(self, plan: RerootPlan, call: Call) -> None:

@@ -35,9 +35,15 @@ class Slot(Protocol):
     def procs_paths(self) -> tuple[str, ...]: ...
 
 
-def step_error(what: str, code: int, step: str) -> DSecError:
-    """Return the error for a step of the spawner that failed with errno `code`."""
-    message = f"{what}: step {step!r} failed: {os.strerror(code)}"
+def step_error(what: str, code: int, step: str, where: str = "") -> DSecError:
+    """Return the error for a step of the spawner that failed with errno `code` (at `where`)."""
+    if step == "guards" and code == errno.ELOOP:
+        return InvalidArgument(
+            f"policy: {where} leads through a symbolic link in this image; name the path behind it",
+            field="policy",
+        )
+    at = f" at {where}" if where else ""
+    message = f"{what}: step {step!r} failed{at}: {os.strerror(code)}"
     if step == "links" and code in _FULL:
         message = (
             f"{what}: {os.strerror(code)} for a copy of the files with several names (hard links), "

@@ -37,8 +37,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of one entry of the policy, or of a default (`place` ends with ``.default``).
 
     `by` are mechanisms of `mechanisms.NEEDS`, or `default` where nothing has to be done. `reasons`
-    say what is missing, one sentence each; () when the rule is enforced. `remarks` are limits of
-    the rule itself, which no host could lift.
+    say what is missing, one sentence each; () when the rule is enforced. `remarks` are limits that
+    no host could lift, and what the mechanism forbids beyond the rule.
     """
 
     place: str
@@ -121,11 +121,14 @@ def _row(line: Line, host: _Host, ways: tuple[tuple[Way, ...], ...]) -> Row:
     state: State = "enforced"
     by: dict[str, None] = {}
     reasons: dict[str, None] = {}
-    remarks = dict.fromkeys(way.remark for each in ways for way in each if way.remark)
+    remarks: dict[str, None] = {}
     for each in ways:
         found, mechanism, missing = host.judge(each)
         if mechanism:
             by[mechanism] = None
+        remarks |= dict.fromkeys(
+            way.remark for way in each if way.remark and mechanism in ("", way.mechanism)
+        )
         if found != "enforced":
             reasons |= dict.fromkeys(missing)
         state = max(state, found, key=_WORSE.__getitem__)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dsecd.policy import globs
+from dsecd.policy import globs, guards, seccomp
 from dsecd.policy.rules import (
-    EVERY_ACCESS,
     FilePolicy,
     FileRule,
     MountRule,
@@ -28,14 +27,24 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "bpf_cgroup": ("bpf_cgroup", "bpf_fs"),
     "resolver": ("bpf_cgroup", "bpf_fs"),  # it enters addresses there
     "seccomp": ("seccomp",),
-    # masks and read-only mounts, locked by the user namespace; every directory above one is a mount
-    # point too, because rename(2) of a directory takes what is mounted below it along
-    "mounts": ("user_namespaces",),
+    "mounts": ("user_namespaces",),  # masks, read-only and noexec mounts: see `guards`
     "landlock": ("landlock",),
     "apparmor": ("apparmor",),
     "bpf_lsm": ("bpf_lsm",),
 }
 
+# how mounts and Landlock go beyond a rule
+NO_MOUNTS = "no mounts can be made in such a sandbox"
+HELD = (
+    "the path and the directories above it are held in place: they cannot be removed or renamed, "
+    "and renames and links across them are refused as between file systems (EXDEV); what is "
+    "missing of them is made when the sandbox starts"
+)
+ENTRY = "the path itself cannot be made, removed or renamed, only what is in it be changed"
+GAIN = "files cannot be renamed or linked to where more is allowed (EXDEV)"
+READ_TOO = "to execute, a rule must allow reading, too"
+NOT_LISTENED = "nothing can listen there either"
+_MOUNTED = f"{NO_MOUNTS}; {HELD}"
 AT_START = "holds for paths that exist when the sandbox starts, not for later ones"
 BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
@@ -46,7 +55,7 @@ ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 class Way(msgspec.Struct, frozen=True):
     """A mechanism of `NEEDS`, or `default` where nothing has to be done.
 
-    `short` is what it does not do of the rule, `remark` what the rule itself does not do.
+    `short` is what it does not do of the rule, `remark` what else is to be known of it.
     """
 
     mechanism: str
@@ -101,22 +110,29 @@ def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
     if rule.verdict == "allow":
         if policy.default == "allow":
             return NOTHING_TO_DO
-        return (*lsm, Way("landlock")) if literal else lsm
-    # a mount can be read-only or noexec; only a mask takes reading away, and it takes all
-    if "read" not in rule.access or rule.access == EVERY_ACCESS:
-        return (*lsm, Way("mounts", "" if literal else AT_START))
-    return lsm
+        return (*lsm, _landlock(rule)) if literal else lsm
+    if guards.denial(rule.pattern, rule.access) is None:
+        return lsm
+    return (*lsm, Way("mounts", guards.short(rule.pattern, rule.access), _MOUNTED))
+
+
+def _landlock(rule: FileRule) -> Way:
+    """Return what Landlock does of a rule that allows."""
+    stricter = [ENTRY, GAIN] if "write" in rule.access else []
+    if "execute" in rule.access and "read" not in rule.access:
+        stricter.append(READ_TOO)
+    return Way("landlock", remark="; ".join(stricter))
 
 
 def for_hidden(pattern: str) -> tuple[Way, ...]:
     """Return the ways to hide what a pattern covers."""
-    short = "" if globs.is_literal(pattern) else AT_START
-    return (Way("apparmor"), Way("bpf_lsm", short), Way("mounts", short))
+    lsm = (Way("apparmor"), Way("bpf_lsm", "" if globs.is_literal(pattern) else AT_START))
+    return lsm if guards.mask(pattern) is None else (*lsm, Way("mounts", remark=_MOUNTED))
 
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES))
+    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES, NO_MOUNTS))
 
 
 def for_ioctl() -> tuple[Way, ...]:
@@ -128,8 +144,7 @@ def for_mount(rule: MountRule, policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways for a rule on mounts; a filter of calls sees neither type nor path."""
     if rule.verdict == "allow" and policy.mount_default == "allow":
         return NOTHING_TO_DO
-    everything = rule.fstype == "*" and rule.pattern in ("/", "/**")
-    if rule.verdict == "deny" and (everything or _mounts_closed(policy)):
+    if rule.verdict == "deny" and seccomp.closes_mounts(policy):
         return (Way("seccomp"),)
     return (Way("apparmor"), Way("bpf_lsm"))
 
@@ -137,22 +152,18 @@ def for_mount(rule: MountRule, policy: SystemPolicy) -> tuple[Way, ...]:
 def for_mount_default(policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways to deny every mount that no rule allows."""
     lsm = (Way("apparmor"), Way("bpf_lsm"))
-    return (Way("seccomp"), *lsm) if _mounts_closed(policy) else lsm
-
-
-def _mounts_closed(policy: SystemPolicy) -> bool:
-    allowed = any(rule.verdict == "allow" for rule in policy.mounts)
-    return policy.mount_default == "deny" and not allowed
+    return (Way("seccomp"), *lsm) if seccomp.closes_mounts(policy) else lsm
 
 
 def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
-    """Return the ways for a unix socket; a mask covers the path of one that is there."""
+    """Return the ways for a unix socket; where a mask lies nobody can listen."""
     if rule.verdict == "allow" and policy.unix_default == "allow":
         return NOTHING_TO_DO
     lsm = (Way("apparmor"), Way("bpf_lsm"))
-    if rule.verdict == "allow" or rule.pattern.startswith("@"):
+    abstract = rule.pattern.startswith("@")
+    if rule.verdict == "allow" or abstract or guards.mask(rule.pattern) is None:
         return lsm
-    return (*lsm, Way("mounts", AT_START))
+    return (*lsm, Way("mounts", remark=f"{NOT_LISTENED}; {_MOUNTED}"))
 
 
 def for_unix_default() -> tuple[Way, ...]:

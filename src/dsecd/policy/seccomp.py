@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dsecd.host import syscalls
 from dsecd.host.syscalls import Arch
+from dsecd.policy.rules import SystemPolicy
 
 # Classic BPF (linux/bpf_common.h) and seccomp(2)
 _LD_W_ABS, _ALU_AND_K, _RET_K = 0x20, 0x54, 0x06
@@ -46,7 +47,9 @@ MAX_INSTRUCTIONS = 4096  # BPF_MAXINSNS
 Instruction = tuple[int, int, int, int]  # code, jt, jf, k
 Program = list[Instruction]
 Target = int | str  # a distance, or the name of a place
-Draft = list[tuple[int, Target, Target, int] | str]  # a str names the place where it stands
+Step = tuple[int, Target, Target, int] | str  # a str names the place where it stands
+Draft = list[Step]
+Block = Sequence[Step]
 
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
@@ -106,6 +109,14 @@ DENIED: dict[str, int] = {
     "socketcall": errno.ENOSYS,
 }
 
+# All that makes, moves, changes or ends a mount
+MOUNT_CALLS = (
+    "fsconfig", "fsmount", "fsopen", "fspick", "mount", "mount_setattr", "move_mount", "open_tree",
+    "open_tree_attr", "pivot_root", "umount", "umount2",
+)  # fmt: skip
+# CLONE_* that unshare(2) takes; a kernel may come to make a mount namespace without the mounts
+_UNSHARED = 0x7E070F80
+
 # socket(2) families that stay; all others answer as on a kernel without them
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOCK_PACKET = 10  # socket(AF_INET, SOCK_PACKET) is AF_PACKET in disguise
@@ -131,12 +142,16 @@ class Options:
 
     `nested_namespaces` allows user and network namespaces inside (a browser's own sandbox,
     rootless containers) at the price of the kernel surface behind them; `i386` lets 32-bit x86
-    programs run, under the same list, where the base lets them through.
+    programs run, under the same list, where the base lets them through. Requests of ioctls are of
+    32 bits; one that is denied stays so when it is allowed, too, and so does what the base denies.
     """
 
     nested_namespaces: bool = False
     i386: bool = False
     extra_denied: dict[str, int] = field(default_factory=dict)
+    ioctls_allowed: frozenset[int] | None = None  # None: all that are not denied
+    ioctls_denied: frozenset[int] = frozenset()
+    mounts: bool = True  # whether any can be made
 
 
 def base_filter(*, i386: bool = False, arch: Arch | None = None) -> bytes:
@@ -161,6 +176,16 @@ def denies_ioctl(request: int) -> bool:
     if request & 0xFFFFFFFF in IOCTLS_DENIED or request & 0xFFFF == _FSSETXATTR:
         return True
     return kind in _IOCTL_TYPES and number not in _IOCTL_TYPES[kind]
+
+
+def closes_mounts(system: SystemPolicy) -> bool:
+    """Say whether a policy denies every mount: a filter sees neither their type nor their path."""
+    if system.mount_default == "deny" and all(rule.verdict == "deny" for rule in system.mounts):
+        return True
+    return any(
+        rule.verdict == "deny" and rule.fstype == "*" and rule.pattern in ("/", "/**")
+        for rule in system.mounts
+    )
 
 
 def pack(program: Program) -> bytes:
@@ -208,10 +233,14 @@ def _command_body(options: Options, arch: Arch) -> Program:
     """Return the command part for `arch`."""
     rules = _Rules(arch)
     errnos = dict(options.extra_denied)
-    rules.add(_refuse_attributes(), "ioctl")
-    if not options.nested_namespaces:
-        flags = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWCGROUP
+    rules.add(_command_ioctl(options), "ioctl")
+    flags = 0 if options.nested_namespaces else CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWCGROUP
+    if flags:
         rules.add(_refuse_flags(flags), "clone", "unshare")
+    if not options.mounts:
+        rules.add(_refuse_flags(flags | ~_UNSHARED & 0xFFFFFFFF), "unshare")
+        errnos |= dict.fromkeys(MOUNT_CALLS, errno.EPERM)
+    if flags or not options.mounts:
         # flags lie behind a pointer: libraries fall back to clone(2) on ENOSYS
         errnos["clone3"] = errno.ENOSYS
     if not options.i386:
@@ -226,9 +255,9 @@ class _Rules:
     def __init__(self, arch: Arch) -> None:
         self._arch = arch
         self._places: dict[int, str] = {}
-        self._blocks: dict[str, Program] = {_ALLOWED: [_allow()]}
+        self._blocks: dict[str, Block] = {_ALLOWED: [_allow()]}
 
-    def add(self, block: Program, *names: str, place: str = "") -> None:
+    def add(self, block: Block, *names: str, place: str = "") -> None:
         """Let `block` decide the calls `names`; those that the architecture lacks are left out."""
         where = place or names[0]
         for name in names:
@@ -251,15 +280,19 @@ class _Rules:
         return _resolve(draft)
 
 
-def _search(rules: list[tuple[int, str]]) -> Draft:
-    """Return a binary search for the number in the accumulator; unlisted numbers are allowed."""
+def _search(rules: list[tuple[int, str]], other: str = _ALLOWED, what: str = "") -> Draft:
+    """Return a binary search for the number in the accumulator; unlisted ones go to `other`.
+
+    `what` keeps the names of places apart from those of another search.
+    """
     if len(rules) == 1:
         number, place = rules[0]
-        return [(_JEQ_K, place, _ALLOWED, number)]
+        return [(_JEQ_K, place, other, number)]
     middle = len(rules) // 2
     first = rules[middle][0]
-    upper = f"from {first}"
-    return [(_JGE_K, upper, 0, first), *_search(rules[:middle]), upper, *_search(rules[middle:])]
+    upper = f"{what}from {first}"
+    below, above = (_search(half, other, what) for half in (rules[:middle], rules[middle:]))
+    return [(_JGE_K, upper, 0, first), *below, upper, *above]
 
 
 def _resolve(draft: Draft) -> Program:
@@ -353,14 +386,23 @@ def _socket() -> Program:
     return start
 
 
-def _refuse_attributes() -> Program:
-    return [
+def _command_ioctl(options: Options) -> Draft:
+    """Refuse project ids, then what the policy denies."""
+    attributes: Draft = [
         _argument(1),
         (_ALU_AND_K, 0, 0, 0xFFFF),
         (_JEQ_K, 0, 1, _FSSETXATTR),
         _refuse(errno.EPERM),
-        _allow(),
     ]
+    allowed, refused = "ioctl allowed", "ioctl refused"  # jumps go forward only
+    places = dict.fromkeys(options.ioctls_allowed or (), allowed)
+    places |= dict.fromkeys(options.ioctls_denied, refused)
+    if options.ioctls_allowed is None and not places:
+        return [*attributes, _allow()]
+    other = allowed if options.ioctls_allowed is None else refused
+    search = _search(sorted(places.items()), other, "ioctl ") if places else []
+    verdicts: Draft = [refused, _refuse(errno.EPERM), allowed, _allow()]
+    return [*attributes, _argument(1), *search, *verdicts]
 
 
 def _ioctl() -> Program:
@@ -390,6 +432,8 @@ def describe(options: Options | None = None) -> list[str]:
         f"{name}: {errno.errorcode[code]}"
         for name, code in sorted((DENIED | chosen.extra_denied).items())
     ]
+    if not chosen.mounts:
+        lines += [f"{name}: EPERM" for name in MOUNT_CALLS]
     if not chosen.nested_namespaces:
         lines.append("clone, unshare: EPERM with CLONE_NEW{USER,NET,CGROUP}; clone3: ENOSYS")
     lines.append("socket: unix, inet, inet6 and netlink (route, sock_diag, uevent) only")
