@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -51,9 +53,11 @@ async def verify(
     The exit code of COMMAND is ours, as with `dsec exec`.
     """
     sandbox = await client.connect(sandbox_id)
+    out, err = (None, None) if settings.json else (_printer(1), _printer(2))
     verified = await sandbox.verify(
         argv, keep, toolkit=toolkits, timeout_s=timeout, env=execute.pairs(env, "--env"),
         user=user, cwd=workdir, workspace=not no_workspace, strict=strict,
+        on_stdout=out, on_stderr=err,
     )  # fmt: skip
     if record_file is not None:
         record_file.write_bytes(verified.signed.to_json() + b"\n")
@@ -61,13 +65,15 @@ async def verify(
     return execute.exit_code(verified.result)
 
 
+def _printer(stream: Literal[1, 2]) -> Callable[[str], None]:
+    return lambda text: terminal.write(stream, text.encode())
+
+
 def _show(settings: Settings, verified: Verified) -> None:
     if settings.json:
         result = execute.result_json(verified.result)
         output.json({"result": result, "record": verified.record})
         return
-    terminal.write(1, verified.result.stdout_bytes)
-    terminal.write(2, verified.result.stderr_bytes)
     execute.explain(verified.result)
     _show_warnings(verified.warnings)
 

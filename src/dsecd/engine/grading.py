@@ -61,7 +61,8 @@ class Running:
                 call.grant(1)
             for output in self._rest(event):
                 yield self._noted(output)
-            event.oom_killed |= self._manager.refresh_oom(self._sandbox) > killed
+            if event.exit_code != 0:
+                event.oom_killed |= self._manager.refresh_oom(self._sandbox) > killed
             self.result = msgspec.structs.replace(event, stdout=b"", stderr=b"")
         finally:
             self._end(call)
