@@ -345,6 +345,31 @@ async def test_secrets_outlive_a_killed_daemon(client: DSecClient, running: Daem
     assert list((running.state / "secrets").glob("*.secrets")) == []
 
 
+async def test_an_address_taken_while_no_daemon_runs_is_left_to_who_took_it(
+    client: DSecClient, running: Daemon
+) -> None:
+    """Anybody inside may bind any loopback address; the proxy then has another one."""
+    sandbox = await make(client)
+    script = (
+        "import socket, time\nheld = []\n"
+        "while len(held) < 2:\n"
+        "  for port in (443, 80):\n"
+        "    s = socket.socket()\n"
+        "    try: s.bind(('127.77.0.1', port)); s.listen(); held.append(s)\n"
+        "    except OSError: s.close(); time.sleep(0.01)\n"
+        "print('taken', flush=True)\ntime.sleep(600)"
+    )
+    squatter = await sandbox.commands.run(["python3", "-c", script], background=True)
+    await asyncio.sleep(0.5)
+    running.kill()
+    await asyncio.sleep(1)
+    await running.start()
+    assert (await anext(aiter(squatter))).data == b"taken\n"
+    assert await fetched(sandbox, f"https://{HOST}/ok") == ["200 yes"]
+    resolved = await sandbox.run("getent", "ahostsv4", HOST)
+    assert str(resolved.stdout).split()[0] == "127.77.1.1"
+
+
 async def test_checkpoints_keep_the_trust_and_branches_ask_for_the_secret(
     client: DSecClient, api: Api
 ) -> None:

@@ -75,6 +75,17 @@ def test_run_ps_exec_stop(server, dsec):
     assert dsec("ps", "-aq").stdout.split() == [name]
 
 
+def test_run_takes_secrets_from_a_file(server, dsec, tmp_path):
+    file = tmp_path / "secrets.toml"
+    file.write_text('["api.example.com"]\nAuthorization = "Bearer x"\n')
+    name = dsec("run", "--secrets", str(file), "base/debian:12").stdout.strip()
+    assert server.sandboxes[name].args.secrets == {"api.example.com": {"Authorization": "Bearer x"}}
+    file.write_text('"api.example.com" = 1\n')
+    assert "secrets.toml" in dsec("run", "--secrets", str(file), "base/debian:12", code=2).output
+    missing = str(tmp_path / "missing")
+    assert "No such file" in dsec("run", "--secrets", missing, "base/debian:12", code=2).output
+
+
 def test_run_takes_a_command_after_two_dashes(server, dsec):
     assert dsec("run", "--rm", "base/debian:12", "--", "echo", "hi").stdout == "hi\n"
 

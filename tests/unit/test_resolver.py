@@ -57,13 +57,19 @@ class Lab:
         self.port = 0
 
     async def open(
-        self, service: Resolver, policy: NetPolicy = POLICY, limits: Limits = LIMITS
+        self,
+        service: Resolver,
+        policy: NetPolicy = POLICY,
+        limits: Limits = LIMITS,
+        overrides: dict[str, ipaddress.IPv4Address] | None = None,
     ) -> None:
+        self.service = service
         sockets = bind(self.host, 0)
         self.port = sockets.udp.getsockname()[1]
         self.served = service.open(
-            policy, self.sink, [sockets], on_refusal=self.refusals.append, limits=limits
-        )
+            policy, self.sink, [sockets], on_refusal=self.refusals.append, limits=limits,
+            overrides=overrides,
+        )  # fmt: skip
 
     async def ask(self, name: str, rdtype: str = "A", *, tcp: bool = False) -> dns.message.Message:
         query = dns.message.make_query(name, rdtype)
@@ -421,3 +427,18 @@ async def test_an_address_that_is_taken_is_a_clear_error() -> None:
     async with lab() as it:
         with pytest.raises(Unavailable, match="what else listens there"):
             bind(it.host, it.port)
+
+
+async def test_an_override_is_answered_without_asking_or_opening() -> None:
+    own = ipaddress.IPv4Address("127.77.0.1")
+    async with lab(overrides={"pypi.org": own, "other.example": own}) as it:
+        assert await it.addresses("PyPI.org") == ["127.77.0.1"]
+        assert (await it.ask("pypi.org", "AAAA")).answer == []
+        assert (await it.ask("other.example")).rcode() == dns.rcode.NXDOMAIN  # not allowed
+        assert (it.upstream.asked, it.sink.open) == ([], set())
+        it.served.resolver.replace(NetPolicy())
+        assert (await it.ask("pypi.org")).rcode() == dns.rcode.NXDOMAIN
+        # the host's side of it asks for the real addresses, and opens none of them
+        found = await it.service.find("pypi.org", private=False)
+        assert {str(each) for each in found} == {"1.1.1.1", "1.1.1.2"}
+        assert it.sink.open == set()

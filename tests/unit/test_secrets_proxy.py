@@ -189,6 +189,18 @@ async def test_a_client_that_waits_for_100_is_told_to_go_on(tmp_path: Path) -> N
 
 
 @on_uvloop
+async def test_an_upgrade_is_not_asked_for_and_the_connection_goes_on(tmp_path: Path) -> None:
+    async with lab(tmp_path) as it, it.connection() as (reader, writer):
+        for _ in range(2):
+            writer.write(
+                b"GET /ok HTTP/1.1\r\nHost: api.example.com\r\nUpgrade: websocket\r\n"
+                b"Connection: Upgrade\r\nSec-WebSocket-Key: x\r\n\r\n"
+            )
+            assert (await head_and_body(reader))[1] == b"yes"
+        assert not any(b"Upgrade" in head for head in it.api.seen)
+
+
+@on_uvloop
 async def test_events_arrive_when_they_are_sent(tmp_path: Path) -> None:
     async with lab(tmp_path) as it, it.connection() as (reader, writer):
         writer.write(GET.format("/events").encode())

@@ -167,15 +167,12 @@ class SandboxProxy:
             self._accepted.add(sock)
             await self._turn()
             await self._free.acquire()
-            self._spawn(sock, secret, None if context is None else context(secret.host))
-
-    def _spawn(self, sock: socket.socket, secret: Secret, context: ssl.SSLContext | None) -> None:
-        task = self._loop.create_task(self._serve(sock, secret, context))
-        self._serving[task] = secret.host
-        task.add_done_callback(functools.partial(self._ended, sock))
+            task = self._loop.create_task(self._serve(sock, secret, context))
+            self._serving[task] = secret.host
+            task.add_done_callback(functools.partial(self._ended, sock))
 
     def _ended(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        if sock in self._accepted:  # cancelled before it began
+        if sock in self._accepted:  # it never came to a transport
             self._accepted.discard(sock)
             sock.close()
         del self._serving[task]
@@ -186,10 +183,14 @@ class SandboxProxy:
             )
 
     async def _serve(
-        self, sock: socket.socket, secret: Secret, context: ssl.SSLContext | None
+        self,
+        sock: socket.socket,
+        secret: Secret,
+        context: Callable[[str], ssl.SSLContext] | None,
     ) -> None:
+        tls = None if context is None else context(secret.host)
         try:
-            link = await self._greet(sock, context)
+            link = await self._greet(sock, tls)
         except OSError:  # no TLS, not our authority, another name, or silence
             return
         try:
