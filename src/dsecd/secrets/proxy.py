@@ -24,7 +24,7 @@ from dsecd.secrets.upstream import BUFFER_BYTES, Link
 from libdsec.errors import Unavailable
 
 TLS_PORT, PLAIN_PORT = 443, 80
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 30.0  # of a busy sandbox
 TURN_S = 0.05  # between looks whether the rate allows another request
 BACKLOG = 128
 
