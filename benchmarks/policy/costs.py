@@ -35,7 +35,7 @@ Samples = dict[str, list[float]]  # nanoseconds of each round, by the name of th
 
 def measure(context: Context) -> None:
     """All that goes through sockets."""
-    rounds = 60 if context.options.quick else 300
+    rounds = 150 if context.options.quick else 400
     steps = context.steps
     with contextlib.ExitStack() as stack:
         steps.now("policies and tables")
