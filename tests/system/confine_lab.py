@@ -166,7 +166,7 @@ class Lab:
         finally:
             made.client.close()
             await self.backend.destroy(made.handle)
-            # one that outlived its spawner is reaped by somebody else, and keeps its slot until then
+            # one that outlived its spawner keeps its slot until somebody else has reaped it
             await until(lambda: not Path(f"/proc/{made.pid}").exists())
             assert self.listener.deaths == []
 
