@@ -30,7 +30,7 @@ from dsecd.policy import language
 from dsecd.policy.compile import Compiled, compile_policy
 from libdsec.model import DSecContainerRunArgs, LayerImport
 from tests import leaks
-from tests.system.daemon import IMAGE, Daemon, make_rootfs
+from tests.system.daemon import IMAGE, Daemon, make_rootfs, until
 from tests.system.init_harness import InitClient
 
 SETTLE_S = 5.0
@@ -166,6 +166,8 @@ class Lab:
         finally:
             made.client.close()
             await self.backend.destroy(made.handle)
+            # one that outlived its spawner keeps its slot until somebody else has reaped it
+            await until(lambda: not Path(f"/proc/{made.pid}").exists())
             assert self.listener.deaths == []
 
 
