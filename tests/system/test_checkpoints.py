@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,6 +45,18 @@ async def shell(sandbox: Sandbox, text: str) -> str:
     done = await sandbox.run_shell(text)
     assert done.exit_code == 0, done.stderr
     return str(done.stdout)
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one CPU: there is nothing to hide")
+async def test_the_count_of_cpus_is_the_same_after_a_checkpoint(client: DSecClient) -> None:
+    async with await client.run_container(arguments(cpu_cores_limit=1)) as box:
+        look = "cat /sys/devices/system/cpu/online; grep -c ^processor /proc/cpuinfo; nproc"
+        before = await shell(box, look)
+        first = await box.checkpoint()
+        assert first.method == "swap"
+        assert await shell(box, look) == before
+        await box.rollback(first)
+        assert await shell(box, look) == before
 
 
 @pytest.mark.parametrize("upper", KINDS)

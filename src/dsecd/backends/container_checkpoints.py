@@ -428,7 +428,7 @@ class Checkpoints:
                 upper_dir=upper_dir,
                 upper_bytes=0 if upper_dir else holding.upper_bytes,
                 upper_project=holding.upper.project if holding.upper is not None else 0,
-                binds=host.secrets.binds(holding.sandbox),
+                binds=(*host.sys_binds(holding.cpus), *host.secrets.binds(holding.sandbox)),
                 # /proc and /dev come along from the present root with what is mounted there
                 guards=tuple(g for g in holding.guards if not in_kernel_tree(g.path)),
             )

@@ -28,6 +28,7 @@ from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
 from dsecd.host.upper import Uppers
 from dsecd.policy import capabilities, seccomp
+from dsecd.policy.guards import in_kernel_tree
 from libdsec.errors import DSecError, Unsupported
 from libdsec.model import Feature
 
@@ -142,6 +143,11 @@ class ContainerHost:
         if count not in self._cpu_binds:
             self._cpu_binds[count] = self.tree.cpu_binds(cpu_cores)
         return self._cpu_binds[count]
+
+    def sys_binds(self, cpus: Collection[int]) -> tuple[Bind, ...]:
+        """Return those that another root needs: what is below /proc comes along."""
+        binds = self.cpu_binds(len(cpus)) if cpus else ()
+        return tuple(bind for bind in binds if not in_kernel_tree(bind.target))
 
     def start_pools(self) -> None:
         """Fill the pools: recovery is done, what they take is nobody's."""
