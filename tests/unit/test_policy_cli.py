@@ -98,10 +98,10 @@ def test_explain_says_what_enforces_each_rule(dsec: Dsec, tmp_path: Path) -> Non
     }  # fmt: skip
     assert "allow pypi" in said["network.services.pypi"]
     assert "enforced  resolver" in " ".join(said["network.services.pypi"].split("   "))
-    assert "partly" in said["files.hide[1]"]
+    assert "not enforced" in said["files.hide[1]"]
     assert "apparmor: refused here" in said["files.hide[1]"]
     rows = json.loads(dsec("policy", "explain", file, "--json").stdout)
-    assert [row["state"] for row in rows].count("partly") == 1
+    assert [row["state"] for row in rows].count("not enforced") == 1
     strict = dsec("policy", "explain", file, "--strict", code=1)
     assert "1 of 5 entries are not fully enforced here" in strict.stderr
     dsec("policy", "explain", "swe", "--strict")
