@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dsecd.policy import language
 from dsecd.policy.compile import Compiled, compile_policy
 from libdsec.model import DSecContainerRunArgs, LayerImport
 from tests import leaks
-from tests.system.daemon import IMAGE, Daemon, make_rootfs, until
+from tests.system.daemon import IMAGE, Daemon, make_rootfs
 from tests.system.init_harness import InitClient
 
 SETTLE_S = 5.0
@@ -131,19 +131,6 @@ class Lab:
         _make_base(root, links or {}, probes)
         await self.backend.layers().import_(LayerImport(name=IMAGE, source=str(root)))
 
-    async def restart(self, boxes: Sequence[Box]) -> None:
-        """Let the backend go and have another take over, as after a restart of the daemon."""
-        for box in boxes:
-            box.handle = self.backend._holdings[box.name].handle()
-            box.client.close()
-        await self.backend.close()
-        self.backend = ContainerBackend(load(self.place.config_file))
-        await self.backend.start(self.listener)
-        for box in boxes:
-            assert await self.backend.recover(box.handle) is not None
-            box.reconnect()
-        await self.backend.sweep([box.name for box in boxes])
-
     async def create(self, rules: Rules, **args: Any) -> Box:
         """Return a new container under a policy; `args` as `DSecContainerRunArgs` has them."""
         name = f"s0-t0-1-{next(self._numbers)}"
@@ -166,8 +153,6 @@ class Lab:
         finally:
             made.client.close()
             await self.backend.destroy(made.handle)
-            # one that outlived its spawner keeps its slot until somebody else has reaped it
-            await until(lambda: not Path(f"/proc/{made.pid}").exists())
             assert self.listener.deaths == []
 
 

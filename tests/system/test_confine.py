@@ -12,8 +12,10 @@ import pytest_asyncio
 from dsecd.host import probe
 from dsecd.host.syscalls import host_arch, number
 from dsecd.policy import explain, seccomp
+from libdsec import model
 from libdsec.errors import InvalidArgument, PermissionDenied
 from tests.system.confine_lab import Box, Lab, open_lab, policy
+from tests.system.daemon import IMAGE, daemon
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 AF_VSOCK = 40
@@ -132,14 +134,16 @@ async def test_guards_outlast_checkpoint_rollback_and_branch(lab: Lab) -> None:
 
 async def test_guards_outlast_the_daemon() -> None:
     """What a later root needs of them is in the journal."""
-    async with open_lab(links={"link": "a"}, probes=["data/tool"]) as own, own.box(GUARDED) as box:
-        await own.restart([box])
-        assert_guarded(box)
-        point = await box.checkpoint()
-        assert_guarded(box)
-        await own.restart([box])
-        await box.rollback(point)
-        assert_guarded(box)
+    rules = {"files": {"rules": [{"paths": ["/etc"], "deny": ["write"]}], "hide": ["/home/agent"]}}
+    shell = "echo x > /etc/x || mv /etc /z || mv /home /z || ls /home/agent"
+    async with daemon() as own:
+        made = await (await own.client()).create("k", IMAGE, policy=rules)
+        await own.restart()
+        client = await own.client()
+        assert (await client.run(made.id, "sh", "-c", shell)).exit_code != 0
+        await client.call("sandbox.checkpoint", model.SandboxRef(id=made.id))
+        assert (await client.run(made.id, "sh", "-c", shell)).exit_code != 0
+        await client.stop(made.id)
 
 
 async def test_a_guard_on_the_root_leaves_devices_and_proc(lab: Lab) -> None:
@@ -254,6 +258,19 @@ async def test_paths_are_opened_for_each_command_and_through_no_link(lab: Lab) -
         assert refused(box, "cat /etc/passwd")
         await box.rollback(point)
         assert refused(box, "cat /etc/passwd")
+
+
+@LANDLOCK
+async def test_commands_of_a_closed_policy_are_apart(lab: Lab) -> None:
+    opened = {"paths": ["/bin", "/proc", "/a"], "allow": ["read", "write", "execute"]}
+    for default, apart in (("allow", False), ("deny", True)):
+        async with lab.box({"files": {"default": default, "rules": [opened]}}) as box:
+            box.client.call("session.open", name="s")
+            pid = int(box.sh("sleep 100 >/a/out 2>&1 </a/h & echo $!", session="s"))
+            assert (box.run(f"cat /proc/{pid}/environ")[0] != 0) == apart
+            assert (box.run(f"test -d /proc/{pid}")[0] != 0) == apart  # hidepid=invisible
+            box.sh(f"kill {pid}")
+            box.client.call("session.close", name="s")
 
 
 @LANDLOCK

@@ -13,6 +13,7 @@ from dsecd.policy import explain, language
 from dsecd.policy.compile import Compiled, compile_policy
 from dsecd.policy.explain import Row
 from dsecd.policy.mechanisms import (
+    APART,
     AT_START,
     ATTRIBUTES,
     BY_NUMBER,
@@ -144,7 +145,7 @@ def test_what_a_mechanism_forbids_beyond_a_rule_is_said_where_it_is_used() -> No
     opened["files"]["default"] = "deny"
     found = rows(opened, *WITHOUT_LSM)
     assert found["files.rules[0]"].remarks == (f"{ENTRY}; {GAIN}; {READ_TOO}",)
-    assert found["files.default"].remarks == (NO_MOUNTS,)
+    assert found["files.default"].remarks == (f"{NO_MOUNTS}; {APART}",)
 
 
 def test_a_mechanism_that_the_backend_does_not_apply_counts_for_nothing() -> None:

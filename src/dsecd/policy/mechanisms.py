@@ -42,6 +42,7 @@ HELD = (
 )
 ENTRY = "the path itself cannot be made, removed or renamed, only what is in it be changed"
 GAIN = "files cannot be renamed or linked to where more is allowed (EXDEV)"
+APART = "processes of one command neither trace those of another nor see them in /proc"
 READ_TOO = "to execute, a rule must allow reading, too"
 NOT_LISTENED = "nothing can listen there either"
 _MOUNTED = f"{NO_MOUNTS}; {HELD}"
@@ -132,7 +133,7 @@ def for_hidden(pattern: str) -> tuple[Way, ...]:
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES, NO_MOUNTS))
+    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES, f"{NO_MOUNTS}; {APART}"))
 
 
 def for_ioctl() -> tuple[Way, ...]:
