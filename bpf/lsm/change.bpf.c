@@ -44,9 +44,9 @@ int BPF_PROG(dsec_inode_rmdir, struct inode *in, struct dentry *dentry)
 /* Both find() calls in one function of their own: each takes a good part of the 512 bytes of stack. */
 static __noinline int denied_at(const struct binding *b, __u64 cgroup, const struct dentry *dentry)
 {
-    struct node at = {};
-    find(b, cgroup, dentry, &at);
-    return at.denied;
+    struct denial denied = {};
+    find(b, cgroup, dentry, &denied);
+    return denied.access;
 }
 
 /* Under the new name the file must not be open to more than under the old one. */
@@ -63,7 +63,7 @@ int BPF_PROG(dsec_inode_link, struct dentry *from, struct inode *in, struct dent
 }
 
 /* The kernel asks twice for an exchange, with the ends swapped (security_inode_rename). What cannot
- * be read cannot be carried to where it can. */
+ * be read, or connected to, cannot be carried to where it can. */
 SEC("lsm/inode_rename")
 int BPF_PROG(dsec_inode_rename, struct inode *from_in, struct dentry *from, struct inode *to_in,
              struct dentry *to)
@@ -72,7 +72,7 @@ int BPF_PROG(dsec_inode_rename, struct inode *from_in, struct dentry *from, stru
     const struct binding *b = bound(&cgroup);
     if (!b)
         return 0;
-    if (denied_at(b, cgroup, from) & (READ | WRITE | REPLACE))
+    if (denied_at(b, cgroup, from) & (READ | WRITE | REPLACE | CONNECT))
         return -EACCES;
     int replaced = to->d_inode ? REPLACE : 0;
     return verdict(denied_at(b, cgroup, to) & (WRITE | replaced));

@@ -55,10 +55,10 @@ static long step_up(__u32 index, const struct dentry **at)
 
 struct descent {
     const struct dentry *from;
-    const struct dentry *above;
+    const struct dentry *at;
     __u32 depth;
     __u32 failed;
-    struct node node;
+    struct node node; /* of `at` */
     struct name_key key;
 };
 
@@ -75,12 +75,12 @@ static __always_inline int read_name(char *to, const struct dentry *dentry)
 
 static long descend(__u32 index, struct descent *d)
 {
-    if (!d->node.children)
+    if (!d->node.has_places)
         return 1;
-    const struct dentry *at = d->from;
-    bpf_loop(d->depth - 1 - index, step_up, &at, 0);
+    const struct dentry *next = d->from;
+    bpf_loop(d->depth - 1 - index, step_up, &next, 0);
     /* somebody renames just now: the path must not be put together from two */
-    d->failed = parent_of(at) != d->above || !read_name(d->key.name, at);
+    d->failed = parent_of(next) != d->at || !read_name(d->key.name, next);
     if (d->failed)
         return 1;
     d->key.node = d->node.number;
@@ -88,13 +88,13 @@ static long descend(__u32 index, struct descent *d)
     if (!node)
         return 1;
     d->node = *node;
-    d->above = at;
+    d->at = next;
     return 0;
 }
 
-/* Find what holds at `dentry`. */
+/* Find what is denied at `dentry`. */
 static __noinline int find(const struct binding *b, __u64 cgroup, const struct dentry *dentry,
-                           struct node *found)
+                           struct denial *found)
 {
     struct super_block *file_system = BPF_CORE_READ(dentry, d_sb);
     struct root_key key = { .cgroup = cgroup, .device = BPF_CORE_READ(file_system, s_dev) };
@@ -103,21 +103,16 @@ static __noinline int find(const struct binding *b, __u64 cgroup, const struct d
         *found = BPF_CORE_READ(file_system, s_user_ns, level) ? b->own : b->foreign;
         return 0;
     }
-    *found = *root;
-    if (!root->children)
-        return 0;
     struct ascent a = { .at = dentry };
     bpf_loop(MAX_DEPTH + 1, climb, &a, 0);
-    struct descent d = { .from = dentry, .above = a.at, .depth = a.depth, .node = *root,
+    struct descent d = { .from = dentry, .at = a.at, .depth = a.depth, .node = *root,
                          .key = { .cgroup = cgroup } };
     d.failed = !a.reached || a.at != BPF_CORE_READ(file_system, s_root);
     if (!d.failed)
         bpf_loop(d.depth, descend, &d, 0);
-    *found = d.node;
-    if (d.failed) {
-        found->denied = EVERYTHING;
-        found->mounts = ~0ULL;
-    }
+    *found = d.at == dentry ? d.node.here : d.node.below;
+    if (d.failed)
+        *found = (struct denial){ .access = EVERYTHING, .mounts = ~0ULL };
     return 0;
 }
 
@@ -138,9 +133,9 @@ static __always_inline int judge(const struct dentry *dentry, __u32 wanted)
     const struct binding *b = bound(&cgroup);
     if (!b)
         return 0;
-    struct node at = {};
-    find(b, cgroup, dentry, &at);
-    return verdict(at.denied & wanted);
+    struct denial denied = {};
+    find(b, cgroup, dentry, &denied);
+    return verdict(denied.access & wanted);
 }
 
 #endif

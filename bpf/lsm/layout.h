@@ -6,7 +6,7 @@
 
 enum { NAME_BYTES = 256, TYPE_BYTES = 64, ABSTRACT_BYTES = 108, PEERS = 16 };
 
-/* Bits of `node.denied`. */
+/* Bits of `denial.access`. */
 enum {
     READ = 1,
     WRITE = 2,
@@ -17,13 +17,18 @@ enum {
     EVERYTHING = 63,
 };
 
-/* A place in the tree of names that a policy is about: what holds for it, and for all below it that
- * is no place of its own. */
+/* What is denied at a place. */
+struct denial {
+    __u64 mounts; /* types of file systems: bits by `mount_types`, the first for all others */
+    __u32 access;
+    __u32 reserved;
+};
+
+/* A place in the tree of names that a policy is about, and all below it that is no place itself. */
 struct node {
-    __u32 number; /* in `name_key` of what is below */
-    __u16 denied;
-    __u16 children;
-    __u64 mounts; /* denied types of file systems: bits by `mount_types`, the first for all others */
+    struct denial here, below;
+    __u32 number; /* in `name_key` of places below */
+    __u32 has_places;
 };
 
 struct name_key {
@@ -53,8 +58,8 @@ struct peer {
 
 /* Of a sandbox, by the id of its cgroup. */
 struct binding {
-    struct node own;     /* in file systems that the sandbox has mounted */
-    struct node foreign; /* in those without a place in it: memfd and the like */
+    struct denial own;     /* in file systems that the sandbox has mounted */
+    struct denial foreign; /* in those without a place in it: memfd and the like */
     __u32 flags;
     __u32 peers;
     struct peer peer[PEERS];

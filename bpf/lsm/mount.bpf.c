@@ -31,9 +31,9 @@ static __noinline __u64 bits_of(__u64 cgroup, const char *type)
 static __always_inline int judge_mount(const struct binding *b, __u64 cgroup,
                                        const struct dentry *at, __u64 bits)
 {
-    struct node node = {};
-    find(b, cgroup, at, &node);
-    return verdict(node.denied & (WRITE | REPLACE) || node.mounts & bits);
+    struct denial denied = {};
+    find(b, cgroup, at, &denied);
+    return verdict(denied.access & (WRITE | REPLACE) || denied.mounts & bits);
 }
 
 static const char bind[] = "bind";

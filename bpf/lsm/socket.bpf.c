@@ -37,9 +37,9 @@ static __always_inline int judge_socket(const struct sock *other)
     const struct unix_sock *peer = (const struct unix_sock *)other;
     const struct dentry *dentry = BPF_CORE_READ(peer, path.dentry);
     if (dentry) {
-        struct node at = {};
-        find(b, cgroup, dentry, &at);
-        return verdict(at.denied & CONNECT);
+        struct denial denied = {};
+        find(b, cgroup, dentry, &denied);
+        return verdict(denied.access & CONNECT);
     }
     const struct unix_address *address = BPF_CORE_READ(peer, addr);
     return verdict(address && denies_abstract(b, cgroup, address));

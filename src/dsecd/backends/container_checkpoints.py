@@ -32,7 +32,15 @@ from pathlib import Path
 
 from dsecd import fastpath
 from dsecd.backends.agent import swap_root
-from dsecd.backends.container_holding import Checkpoint, Holding, Pending, Roots, Saved
+from dsecd.backends.container_holding import (
+    FD_MOUNT_NS,
+    FD_UPPER,
+    Checkpoint,
+    Holding,
+    Pending,
+    Roots,
+    Saved,
+)
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_plan import runtime_dir
 from dsecd.backends.container_roots import describe, find, note, unneeded, without_links
@@ -44,7 +52,6 @@ from libdsec import model
 from libdsec.errors import Exhausted, Internal, Unavailable, WrongState
 
 logger = logging.getLogger("dsecd.checkpoints")
-FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 UPPER = "u"  # the upper's directory in its file system
 MAX_STACK = 20  # saved uppers below one another: look-ups slow down with each
 KILL_S = 5.0
@@ -436,7 +443,8 @@ class Checkpoints:
             roots.pending = Pending(mount_ns=number, stack=stack, upper_dir=upper_dir)
             await save()
             agent = f"{runtime_dir(host.template, holding.sandbox)}/agent.sock"
-            await swap_root(agent, built.mount_ns, built.upper)
+            async with host.file_rules.swapping(holding, built.mount_ns):
+                await swap_root(agent, built.mount_ns, built.upper)
         except BaseException:
             self.settle(holding)
             if roots.upper_dir != upper_dir and upper_dir:

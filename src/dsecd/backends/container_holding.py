@@ -17,8 +17,10 @@ from dsecd.host.upper import Upper
 from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 from dsecd.policy.packed import pack
-from dsecd.policy.rules import NetPolicy
+from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
 from dsecd.secrets.reach import Reach
+
+FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 
 
 class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,6 +64,13 @@ class Roots(msgspec.Struct, kw_only=True, omit_defaults=True):
     pending: Pending | None = None
 
 
+class Restrictions(msgspec.Struct, frozen=True):
+    """Rules that the security module enforces."""
+
+    files: FilePolicy
+    system: SystemPolicy
+
+
 class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The journalled part of a holding."""
 
@@ -70,6 +79,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     upper: Upper | None = None
     attachment: Attachment | None = None
     policy: bytes = b""  # of the network, packed
+    restrictions: Restrictions | None = None
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -83,8 +93,8 @@ class Holding:
 
     __slots__ = (
         "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "layers", "names",
-        "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots", "sandbox",
-        "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "restrictions", "roots",
+        "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -99,6 +109,7 @@ class Holding:
         self.netns: Netns | None = None
         self.attachment: Attachment | None = None
         self.policy: NetPolicy | None = None  # of the network; None: no rules were given
+        self.restrictions: Restrictions | None = None
         self.names: Names | None = None
         self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
         self.reach: Reach | None = None  # of these, under `policy`
@@ -119,6 +130,7 @@ class Holding:
             upper=self.upper,
             attachment=self.attachment,
             policy=pack(self.policy) if self.policy is not None else b"",
+            restrictions=self.restrictions,
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,
