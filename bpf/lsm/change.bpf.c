@@ -1,5 +1,5 @@
-/* What is created, removed, renamed and changed. Hooks of inodes, not of paths: these are asked by
- * overlayfs, too, for a layer that the sandbox itself has put under an overlay of its own.
+/* What is created, removed, renamed and changed. Hooks of inodes, not of paths: these are asked, too,
+ * when a file system that the sandbox itself has stacked on others changes them.
  */
 #include "decide.h"
 
@@ -41,14 +41,6 @@ int BPF_PROG(dsec_inode_rmdir, struct inode *in, struct dentry *dentry)
     return judge(dentry, WRITE | REPLACE);
 }
 
-/* Both find() calls in one function of their own: each takes a good part of the 512 bytes of stack. */
-static __noinline int denied_at(const struct binding *b, __u64 cgroup, const struct dentry *dentry)
-{
-    struct denial denied = {};
-    find(b, cgroup, dentry, &denied);
-    return denied.access;
-}
-
 /* Under the new name the file must not be open to more than under the old one. */
 SEC("lsm/inode_link")
 int BPF_PROG(dsec_inode_link, struct dentry *from, struct inode *in, struct dentry *to)
@@ -57,9 +49,11 @@ int BPF_PROG(dsec_inode_link, struct dentry *from, struct inode *in, struct dent
     const struct binding *b = bound(&cgroup);
     if (!b)
         return 0;
-    int before = denied_at(b, cgroup, from) & (READ | WRITE | EXECUTE | SEE | CONNECT);
-    int after = denied_at(b, cgroup, to);
-    return verdict(after & WRITE || before & ~after);
+    struct denial denied = {};
+    find(b, cgroup, from, &denied);
+    __u32 before = denied.access & ~REPLACE;
+    find(b, cgroup, to, &denied);
+    return verdict(denied.access & WRITE || before & ~denied.access);
 }
 
 /* The kernel asks twice for an exchange, with the ends swapped (security_inode_rename). What cannot
@@ -72,10 +66,11 @@ int BPF_PROG(dsec_inode_rename, struct inode *from_in, struct dentry *from, stru
     const struct binding *b = bound(&cgroup);
     if (!b)
         return 0;
-    if (denied_at(b, cgroup, from) & (READ | WRITE | REPLACE | CONNECT))
-        return -EACCES;
-    int replaced = to->d_inode ? REPLACE : 0;
-    return verdict(denied_at(b, cgroup, to) & (WRITE | replaced));
+    struct denial denied = {};
+    find(b, cgroup, from, &denied);
+    __u32 before = denied.access & (READ | WRITE | REPLACE | CONNECT);
+    find(b, cgroup, to, &denied);
+    return verdict(before || denied.access & (WRITE | (to->d_inode ? REPLACE : 0)));
 }
 
 /* Mode, owner, times, length. The verifier refuses this program where the entry is another argument

@@ -30,6 +30,8 @@ static __always_inline const struct dentry *parent_of(const struct dentry *dentr
     return BPF_CORE_READ(dentry, d_parent);
 }
 
+/* The loader of a light skeleton has room for 32 programs and functions (gen_loader.c of libbpf); so
+ * there are few of the latter. */
 struct ascent {
     const struct dentry *at;
     __u32 depth;
@@ -44,12 +46,6 @@ static long climb(__u32 index, struct ascent *a)
         return 1;
     a->at = parent;
     a->depth++;
-    return 0;
-}
-
-static long step_up(__u32 index, const struct dentry **at)
-{
-    *at = parent_of(*at);
     return 0;
 }
 
@@ -77,10 +73,11 @@ static long descend(__u32 index, struct descent *d)
 {
     if (!d->node.has_places)
         return 1;
-    const struct dentry *next = d->from;
-    bpf_loop(d->depth - 1 - index, step_up, &next, 0);
-    /* somebody renames just now: the path must not be put together from two */
-    d->failed = parent_of(next) != d->at || !read_name(d->key.name, next);
+    struct ascent a = { .at = d->from };
+    bpf_loop(d->depth - 1 - index, climb, &a, 0);
+    const struct dentry *next = a.at;
+    /* if somebody renames just now, the path must not be put together from two */
+    d->failed = next == d->at || parent_of(next) != d->at || !read_name(d->key.name, next);
     if (d->failed)
         return 1;
     d->key.node = d->node.number;
