@@ -414,15 +414,13 @@ class Checkpoints:
         """
         host, roots = self._host, holding.roots
         assert holding.range is not None
-        upper_dir = ""
+        base, upper_dir = holding.range.uid_base, ""
         if holding.upper is not None:
             roots.serial += 1
             upper_dir = f"{holding.upper.dir}/{roots.serial}"
         by_path = {saved.path: saved for saved in roots.saved}
-        digests = [layer.digest for layer in holding.layers]
-        base = holding.range.uid_base
         with (
-            host.mounts.lowers(digests) as layers,
+            host.mounts.lowers([layer.digest for layer in holding.layers]) as layers,
             self.lowers([by_path[path] for path in stack], base) as uppers,
         ):
             plan = RerootPlan(

@@ -125,7 +125,9 @@ def _survey(rules: Restrictions, mount_ns: int) -> Table:
     """Look at what the rules name in a root; return the table for it."""
     patterns = lsm.patterns(rules.files, rules.system)
     # of /a/**, what is meant is below whatever /a leads to
-    heads = {pattern: pattern.removesuffix("/**") for pattern in patterns if lsm.is_exact(pattern)}
+    heads = {
+        pattern: pattern.removesuffix("/**") for pattern in patterns if globs.is_subtree(pattern)
+    }
     searches = {
         pattern: Search(
             globs.head(pattern),

@@ -124,5 +124,5 @@ TRIALS = (
     Trial("bpf_cgroup", "network allowlists", _bpf_cgroup),
     Trial("bpf_fs", "network allowlists that outlive the daemon", _bpf_fs),
     Trial("socket_destroy", "connections closed at once by an update", _socket_destroy),
-    Trial("bpf_lsm", "file policy that root inside cannot get around", _bpf_lsm),
+    Trial("bpf_lsm", "file policy that root inside cannot get around", _bpf_lsm, timeout_s=120),
 )

@@ -72,11 +72,6 @@ def patterns(files: FilePolicy, system: SystemPolicy) -> tuple[str, ...]:
     return tuple(dict.fromkeys(pattern for pattern in every if pattern not in ("/", "/**")))
 
 
-def is_exact(pattern: str) -> bool:
-    """Say whether a pattern of paths holds for paths that do not exist yet."""
-    return globs.is_literal(pattern.removesuffix("/**") or "/")
-
-
 class _Place:
     """A node of the tree while it is made: masks of rules at the path, and below it only."""
 
@@ -97,8 +92,8 @@ class _Tree:
 
     def add(self, pattern: str, verdict: Verdict, mask: int, *, hold: bool) -> None:
         """Enter a rule for all paths that its pattern names; `hold` those that it denies."""
-        below = is_exact(pattern) and pattern.endswith("/**") and pattern != "/**"
-        if is_exact(pattern):
+        below = globs.is_subtree(pattern) and pattern.endswith("/**") and pattern != "/**"
+        if globs.is_subtree(pattern):
             self._enter(pattern.removesuffix("/**"), verdict, mask, below, hold)
         elif hold and verdict == "deny":
             self._enter(globs.head(pattern), "deny", 0, False, True)

@@ -40,6 +40,8 @@ AT_START = "holds for paths that exist when the sandbox starts, not for later on
 BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
+WHOLE_NAMES = "holds for whole abstract names and for @**, not for other wildcards"
+OWN_CLOSED = "file systems that the sandbox mounts itself are closed"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 
 
@@ -94,10 +96,18 @@ def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
     return (Way("resolver", remark=SOME_BY_NUMBER if reached.by_number else ""),)
 
 
+def _bpf_lsm(pattern: str) -> Way:
+    """Return what the programs do of a rule at `pattern`: they know names, not wildcards."""
+    if not pattern.startswith("@"):
+        return Way("bpf_lsm", "" if globs.is_subtree(pattern) else AT_START)
+    known = globs.is_literal(pattern) or pattern == "@**"
+    return Way("bpf_lsm", "" if known else WHOLE_NAMES)
+
+
 def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
     """Return the ways for a rule on files."""
     literal = globs.is_literal(rule.pattern)
-    lsm = (Way("apparmor"), Way("bpf_lsm", "" if literal else AT_START))
+    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
     if rule.verdict == "allow":
         if policy.default == "allow":
             return NOTHING_TO_DO
@@ -111,12 +121,12 @@ def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
 def for_hidden(pattern: str) -> tuple[Way, ...]:
     """Return the ways to hide what a pattern covers."""
     short = "" if globs.is_literal(pattern) else AT_START
-    return (Way("apparmor"), Way("bpf_lsm", short), Way("mounts", short))
+    return (Way("apparmor"), _bpf_lsm(pattern), Way("mounts", short))
 
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES))
+    return (Way("apparmor"), Way("bpf_lsm", remark=OWN_CLOSED), Way("landlock", ATTRIBUTES))
 
 
 def for_ioctl() -> tuple[Way, ...]:
@@ -131,7 +141,7 @@ def for_mount(rule: MountRule, policy: SystemPolicy) -> tuple[Way, ...]:
     everything = rule.fstype == "*" and rule.pattern in ("/", "/**")
     if rule.verdict == "deny" and (everything or _mounts_closed(policy)):
         return (Way("seccomp"),)
-    return (Way("apparmor"), Way("bpf_lsm"))
+    return (Way("apparmor"), _bpf_lsm(rule.pattern))
 
 
 def for_mount_default(policy: SystemPolicy) -> tuple[Way, ...]:
@@ -149,7 +159,7 @@ def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways for a unix socket; a mask covers the path of one that is there."""
     if rule.verdict == "allow" and policy.unix_default == "allow":
         return NOTHING_TO_DO
-    lsm = (Way("apparmor"), Way("bpf_lsm"))
+    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
     if rule.verdict == "allow" or rule.pattern.startswith("@"):
         return lsm
     return (*lsm, Way("mounts", AT_START))
