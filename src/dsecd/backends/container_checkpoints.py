@@ -437,8 +437,7 @@ class Checkpoints:
             fds = [holding.pidfd, holding.range.userns_fd, *layers, *uppers]
             built = await host.spawners.reroot(plan, fds)
         try:
-            number = os.fstat(built.mount_ns).st_ino
-            roots.pending = Pending(mount_ns=number, stack=stack, upper_dir=upper_dir)
+            roots.pending = Pending(os.fstat(built.mount_ns).st_ino, stack, upper_dir)
             await save()
             agent = f"{runtime_dir(host.template, holding.sandbox)}/agent.sock"
             async with host.file_rules.swapping(holding, built.mount_ns):

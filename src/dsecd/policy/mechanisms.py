@@ -33,7 +33,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "mounts": ("user_namespaces",),
     "landlock": ("landlock",),
     "apparmor": ("apparmor",),
-    "bpf_lsm": ("bpf_lsm",),
+    "bpf_lsm": ("bpf_lsm", "bpf_fs"),
 }
 
 AT_START = "holds for paths that exist when the sandbox starts, not for later ones"
