@@ -88,3 +88,13 @@ def load_network_programs(
 
 def network_programs_version() -> int:
     """Return a number of 64 bits that changes with the programs or the maps."""
+
+def load_file_programs(sandbox_level: int) -> tuple[list[int], list[int]]:
+    """Load bpf/lsm/*.bpf.c from their light skeleton; return descriptors of maps and programs.
+
+    Maps: bindings, roots, names, mount_types, abstracts, constants. Every program is for one hook,
+    which it knows. ENOSYS: this implementation does not carry them.
+    """
+
+def file_programs_version() -> int:
+    """Return a number of 64 bits that changes with the programs or the maps."""

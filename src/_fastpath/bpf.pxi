@@ -26,3 +26,26 @@ def load_network_programs(
 
 def network_programs_version():
     return c_version()
+
+
+cdef extern from "bpf/lsm.h" nogil:
+    cdef struct c_lsm_fds "lsmpolicy_fds":
+        int maps[6]
+        int programs[26]
+    int c_load_lsm_fds "lsmpolicy_load_fds"(
+        uint32_t sandbox_level, c_lsm_fds *fds, const char **step)
+    uint64_t c_lsm_version "lsmpolicy_version"()
+
+
+def load_file_programs(uint32_t sandbox_level):
+    cdef c_lsm_fds fds
+    cdef const char *step = ""
+    cdef int result
+    with nogil:
+        result = c_load_lsm_fds(sandbox_level, &fds, &step)
+    checked(result, step)
+    return [fds.maps[i] for i in range(6)], [fds.programs[i] for i in range(26)]
+
+
+def file_programs_version():
+    return c_lsm_version()

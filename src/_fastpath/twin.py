@@ -379,3 +379,12 @@ def load_network_programs(
 
 def network_programs_version() -> int:
     return 0
+
+
+def load_file_programs(sandbox_level: int) -> tuple[list[int], list[int]]:
+    """As `load_network_programs`."""
+    raise StepError(errno.ENOSYS, "load the programs")
+
+
+def file_programs_version() -> int:
+    return 0

@@ -56,6 +56,8 @@ build_erofs = _core.build_erofs
 read_chunks = _core.read_chunks
 load_network_programs = _core.load_network_programs
 network_programs_version = _core.network_programs_version
+load_file_programs = _core.load_file_programs
+file_programs_version = _core.file_programs_version
 
 
 def make_sched_cookie(pid: int) -> None:
@@ -93,9 +95,11 @@ __all__ = [
     "IMPLEMENTATION",
     "StepError",
     "build_erofs",
+    "file_programs_version",
     "get_project_usage",
     "get_sched_cookie",
     "idmap_mount",
+    "load_file_programs",
     "load_network_programs",
     "make_netns",
     "make_sched_cookie",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.host import probe, probe_mounts, probe_network
+from dsecd.host import probe, probe_mounts
 from libdsec.errors import Unsupported
 
 
@@ -71,16 +71,6 @@ def test_smallest_erofs_image_has_the_magic() -> None:
     image = probe_mounts.empty_erofs()
     assert len(image) == 4096
     assert image[1024:1028] == bytes.fromhex("e2e1f5e0")
-
-
-@pytest.mark.root
-def test_functions_are_found_in_btf() -> None:
-    source = Path("/sys/kernel/btf/vmlinux")
-    if not source.exists():
-        pytest.skip("the kernel has no BTF")
-    assert probe_network.btf_function(source.read_bytes(), b"vfs_read") > 0
-    with pytest.raises(Unsupported):
-        probe_network.btf_function(source.read_bytes(), b"no_such_function_here")
 
 
 @pytest.mark.root

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from _fastpath import _core
-from dsecd.host import nettable
+from dsecd.host import lsmtable, nettable
 
 ROOT = Path(__file__).resolve().parents[2]
-SKELETON = ROOT / "src/_fastpath/bpf/netpolicy.lskel.h"
+SKELETONS = {  # by name: the directory of the sources
+    "netpolicy": ROOT / "bpf",
+    "lsmpolicy": ROOT / "bpf/lsm",
+}
 SIZES = {
     "rule_key": nettable.RULE_KEY_BYTES,
     "ports": nettable.PORTS_BYTES,
@@ -33,34 +36,57 @@ NUMBERS = {
     "LENGTHS6": nettable.LENGTHS6,
     "FIRST_STEP": nettable.FIRST_STEP,
 }
+LSM_SIZES = {
+    "denial": lsmtable.DENIAL_BYTES,
+    "node": lsmtable.NODE_BYTES,
+    "name_key": lsmtable.NAME_KEY_BYTES,
+    "root_key": lsmtable.ROOT_KEY_BYTES,
+    "binding": lsmtable.BINDING_BYTES,
+    "peer": lsmtable.PEER_BYTES,
+    "type_key": lsmtable.TYPE_KEY_BYTES,
+    "abstract_key": lsmtable.ABSTRACT_KEY_BYTES,
+}
 
 
-def _digest() -> str:
-    files = sorted(path for path in (ROOT / "bpf").iterdir() if path.suffix in (".c", ".h"))
+def _digest(directory: Path) -> str:
+    files = sorted(path for path in directory.iterdir() if path.suffix in (".c", ".h"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
-def test_the_skeleton_is_that_of_the_sources() -> None:
-    found = re.search(r"NETPOLICY_VERSION 0x([0-9a-f]{16})ULL", SKELETON.read_text())
+@pytest.mark.parametrize("name", SKELETONS)
+def test_the_skeleton_is_that_of_the_sources(name: str) -> None:
+    skeleton = (ROOT / f"src/_fastpath/bpf/{name}.lskel.h").read_text()
+    found = re.search(rf"{name.upper()}_VERSION 0x([0-9a-f]{{16}})ULL", skeleton)
     assert found
-    assert found[1] == _digest(), "run scripts/dev bpf"
-    assert f"{_core.network_programs_version():016x}" == found[1], "build the extension again"
+    assert found[1] == _digest(SKELETONS[name]), "run scripts/dev bpf"
+    built = {
+        "netpolicy": _core.network_programs_version(),
+        "lsmpolicy": _core.file_programs_version(),
+    }
+    assert f"{built[name]:016x}" == found[1], "build the extension again"
 
 
-def test_structs_and_numbers_are_those_that_python_packs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes", "numbers"),
+    [("netpolicy", SIZES, NUMBERS), ("lsmpolicy", LSM_SIZES, {})],
+)
+def test_structs_and_numbers_are_those_that_python_packs(
+    name: str, sizes: dict[str, int], numbers: dict[str, int], tmp_path: Path
+) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("cc: not installed")
     checks = "".join(
         f'_Static_assert(sizeof(struct {name}) == {size}, "{name}");\n'
-        for name, size in SIZES.items()
+        for name, size in sizes.items()
     )
     checks += "".join(
-        f'_Static_assert({name} == {number}, "{name}");\n' for name, number in NUMBERS.items()
+        f'_Static_assert({name} == {number}, "{name}");\n' for name, number in numbers.items()
     )
-    checks += '_Static_assert(FIRST_STEP * 2 > LENGTHS6 && LENGTHS6 > LENGTHS4, "search");\n'
+    if numbers:
+        checks += '_Static_assert(FIRST_STEP * 2 > LENGTHS6 && LENGTHS6 > LENGTHS4, "search");\n'
     source = tmp_path / "sizes.c"
     source.write_text(f'#include "layout.h"\n{checks}')
-    command = [compiler, "-fsyntax-only", f"-I{ROOT / 'bpf'}", str(source)]
+    command = [compiler, "-fsyntax-only", f"-I{SKELETONS[name]}", str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

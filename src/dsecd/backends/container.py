@@ -19,8 +19,8 @@ import msgspec
 from dsecd.backends import abc, container_pack
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel
-from dsecd.backends.container_checkpoints import FD_UPPER, Checkpoints
-from dsecd.backends.container_holding import Held, Holding
+from dsecd.backends.container_checkpoints import Checkpoints
+from dsecd.backends.container_holding import FD_UPPER, Held, Holding
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_keep import keep
 from dsecd.backends.container_network import OPEN
@@ -64,7 +64,9 @@ class ContainerBackend:
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10,
             secrets=True,
             # where the probe finds what they need
-            mechanisms=("netns", "seccomp", "mounts", "landlock", "bpf_cgroup", "resolver"),
+            mechanisms=(
+                "netns", "seccomp", "mounts", "landlock", "bpf_cgroup", "resolver", "bpf_lsm",
+            ),
         )  # fmt: skip
         self._host = ContainerHost(config)
         self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
@@ -165,6 +167,7 @@ class ContainerBackend:
         spawned = await self._spawn(holding, spec)
         holding.pid, holding.pidfd = spawned.pid, spawned.pidfd
         host.networks.judge(holding)
+        await host.file_rules.confine(holding, spec)
         await self._connect(holding)
         self._ears.listen_later(holding)
         return self._instance(holding, spec, spawned.micros)
@@ -314,6 +317,7 @@ class ContainerBackend:
                 host.driver.slots.release(holding.slot)
             holding.slot = None
         await host.secrets.close(holding)
+        host.file_rules.forget(holding)
         await host.networks.disconnect(holding, clean=clean)
         await self._checkpoints.let_go(holding)
         self._give_back_pooled(holding)
@@ -383,7 +387,9 @@ class ContainerBackend:
         if held.slot and host.driver.slots is not None:
             holding.slot = host.driver.slots.adopt(held.slot)
         await host.secrets.recover(holding)
+        holding.restrictions = held.restrictions
         await host.networks.recover(holding)
+        await host.file_rules.recover(holding)
         await self._connect(holding)
         self._ears.listen_later(holding)
         return self._instance(holding, None, {})
@@ -401,6 +407,7 @@ class ContainerBackend:
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
         swept += [*self._checkpoints.sweep(), *self._host.secrets.sweep(set(self._holdings))]
         await self._host.networks.begin(self._listener)
+        self._host.file_rules.begin()
         for holding in list(self._holdings.values()):
             await self._checkpoints.recovered(holding)
         self._host.start_pools()

@@ -32,7 +32,15 @@ from pathlib import Path
 
 from dsecd import fastpath
 from dsecd.backends.agent import swap_root
-from dsecd.backends.container_holding import Checkpoint, Holding, Pending, Roots, Saved
+from dsecd.backends.container_holding import (
+    FD_MOUNT_NS,
+    FD_UPPER,
+    Checkpoint,
+    Holding,
+    Pending,
+    Roots,
+    Saved,
+)
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_plan import runtime_dir
 from dsecd.backends.container_roots import describe, find, note, unneeded, without_links
@@ -45,7 +53,6 @@ from libdsec import model
 from libdsec.errors import Exhausted, Internal, Unavailable, WrongState
 
 logger = logging.getLogger("dsecd.checkpoints")
-FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 UPPER = "u"  # the upper's directory in its file system
 MAX_STACK = 20  # saved uppers below one another: look-ups slow down with each
 KILL_S = 5.0
@@ -408,15 +415,13 @@ class Checkpoints:
         """
         host, roots = self._host, holding.roots
         assert holding.range is not None
-        upper_dir = ""
+        base, upper_dir = holding.range.uid_base, ""
         if holding.upper is not None:
             roots.serial += 1
             upper_dir = f"{holding.upper.dir}/{roots.serial}"
         by_path = {saved.path: saved for saved in roots.saved}
-        digests = [layer.digest for layer in holding.layers]
-        base = holding.range.uid_base
         with (
-            host.mounts.lowers(digests) as layers,
+            host.mounts.lowers([layer.digest for layer in holding.layers]) as layers,
             self.lowers([by_path[path] for path in stack], base) as uppers,
         ):
             plan = RerootPlan(
@@ -435,11 +440,11 @@ class Checkpoints:
             fds = [holding.pidfd, holding.range.userns_fd, *layers, *uppers]
             built = await host.spawners.reroot(plan, fds)
         try:
-            number = os.fstat(built.mount_ns).st_ino
-            roots.pending = Pending(mount_ns=number, stack=stack, upper_dir=upper_dir)
+            roots.pending = Pending(os.fstat(built.mount_ns).st_ino, stack, upper_dir)
             await save()
             agent = f"{runtime_dir(host.template, holding.sandbox)}/agent.sock"
-            await swap_root(agent, built.mount_ns, built.upper)
+            async with host.file_rules.swapping(holding, built.mount_ns):
+                await swap_root(agent, built.mount_ns, built.upper)
         except BaseException:
             self.settle(holding)
             if roots.upper_dir != upper_dir and upper_dir:

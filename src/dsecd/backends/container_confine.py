@@ -17,6 +17,7 @@ from dsecd.host.plan import Guard
 from dsecd.policy import guards, landlock, masks, seccomp
 from dsecd.policy.compile import Compiled
 from dsecd.policy.masks import Masks
+from dsecd.policy.mechanisms import NEEDS
 from dsecd.policy.rules import FilePolicy, SystemPolicy
 from libdsec.errors import InvalidArgument
 
@@ -33,10 +34,15 @@ class Confinement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Confiner:
-    """Makes confinements on one host, which has Landlock or not."""
+    """Makes confinements on one host, which has Landlock or not.
 
-    def __init__(self, platform: Masks, *, has_landlock: bool) -> None:
-        self._platform, self._landlock = platform, has_landlock
+    With a security module, which decides about files and sockets by itself (`by_module`), guards
+    and Landlock are left out: they would only close more than the policy says.
+    """
+
+    def __init__(self, platform: Masks, *, has_landlock: bool, by_module: bool = False) -> None:
+        self._platform, self._by_module = platform, by_module
+        self._landlock = has_landlock and not by_module
         self._default = self._make(FilePolicy(), SystemPolicy())
         self._made = functools.lru_cache(maxsize=1024)(self._make)
 
@@ -45,7 +51,7 @@ class Confiner:
         return self._default if policy is None else self._made(policy.files, policy.system)
 
     def _make(self, files: FilePolicy, system: SystemPolicy) -> Confinement:
-        placed = guards.for_policy(files, system)
+        placed = () if self._by_module else guards.for_policy(files, system)
         return Confinement(
             masked=self._platform.masked,
             read_only=self._platform.read_only,
@@ -57,7 +63,11 @@ class Confiner:
 
 def for_host() -> Confiner:
     """Return the confiner of this host; what it has is looked up once."""
-    return Confiner(masks.for_host(), has_landlock=probe.feature("landlock").available)
+    return Confiner(
+        masks.for_host(),
+        has_landlock=probe.feature("landlock").available,
+        by_module=all(probe.feature(row).available for row in NEEDS["bpf_lsm"]),
+    )
 
 
 def _filter(system: SystemPolicy, *, guarded: bool) -> bytes:

@@ -18,8 +18,10 @@ from dsecd.host.upper import Upper
 from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 from dsecd.policy.packed import pack
-from dsecd.policy.rules import NetPolicy
+from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
 from dsecd.secrets.reach import Reach
+
+FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 
 
 class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,6 +65,13 @@ class Roots(msgspec.Struct, kw_only=True, omit_defaults=True):
     pending: Pending | None = None
 
 
+class Restrictions(msgspec.Struct, frozen=True):
+    """Rules that the security module enforces."""
+
+    files: FilePolicy
+    system: SystemPolicy
+
+
 class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The journalled part of a holding."""
 
@@ -71,6 +80,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     upper: Upper | None = None
     attachment: Attachment | None = None
     policy: bytes = b""  # of the network, packed
+    restrictions: Restrictions | None = None
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -85,7 +95,8 @@ class Holding:
 
     __slots__ = (
         "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards", "layers",
-        "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots",
+        "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "restrictions",
+        "roots",
         "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
@@ -102,6 +113,7 @@ class Holding:
         self.netns: Netns | None = None
         self.attachment: Attachment | None = None
         self.policy: NetPolicy | None = None  # of the network; None: no rules were given
+        self.restrictions: Restrictions | None = None
         self.names: Names | None = None
         self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
         self.reach: Reach | None = None  # of these, under `policy`
@@ -122,6 +134,7 @@ class Holding:
             upper=self.upper,
             attachment=self.attachment,
             policy=pack(self.policy) if self.policy is not None else b"",
+            restrictions=self.restrictions,
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dsecd.backends import container_confine
 from dsecd.backends.container_layers import ContainerLayers
+from dsecd.backends.container_lsm import FileRules
 from dsecd.backends.container_network import Networks
 from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.backends.container_secrets import Secrets
@@ -84,6 +85,8 @@ class ContainerHost:
         self.networks.start(self.driver)
         self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
         self.confiner = container_confine.for_host()
+        self.file_rules = FileRules(config.runtime / "bpf-files")
+        self.file_rules.start(self.driver)
         self.template = self._make_template()
         self._open_shell()
         self.spawners = await self._start_spawners()
@@ -237,6 +240,7 @@ class ContainerHost:
             os.close(self._shell)
             self._shell = -1
         await self.networks.close(leave_nothing=leave_nothing)
+        self.file_rules.close(leave_nothing=leave_nothing)
         await self.netns.close()
         await self.ranges.close()
         await self.nat.shutdown()

@@ -29,6 +29,7 @@ BPF_FS_MAGIC = 0xCAFE4A11
 
 # enum bpf_attach_type
 INGRESS, EGRESS, SOCK_CREATE, CONNECT4, CONNECT6, SENDMSG4, SENDMSG6 = 0, 1, 2, 10, 11, 14, 15
+LSM_MAC = 27
 
 _number = syscalls.number("bpf", syscalls.host_arch())
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -139,6 +140,14 @@ def link_cgroup(program: int, cgroup_fd: int, kind: int) -> int:
     result = _bpf(_LINK_CREATE, struct.pack("=IIII", program, cgroup_fd, kind, 0))
     if result < 0:
         raise _failed(result, "attach a network program to the cgroup of the sandboxes")
+    return result
+
+
+def link_lsm(program: int) -> int:
+    """Attach a program to its hook of the security module; the link's descriptor."""
+    result = _bpf(_LINK_CREATE, struct.pack("=IIII", program, 0, LSM_MAC, 0))
+    if result < 0:
+        raise _failed(result, "attach a program to a hook of the security module")
     return result
 
 

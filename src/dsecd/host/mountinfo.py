@@ -13,9 +13,13 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """One line of the table. `root` is the part of the file system that is mounted."""
+    """One line of the table. `root` is the part of the file system that is mounted.
+
+    `device` is the kernel's number of the file system: major << 20 | minor.
+    """
 
     id: int
+    device: int
     root: str
     point: str
     type: str
@@ -31,8 +35,10 @@ def parse(text: str) -> Iterator[Mount]:
         fields, tail = left.split(" "), right.split(" ")
         if len(fields) < 6 or len(tail) < 3:
             continue
+        major, _, minor = fields[2].partition(":")
         yield Mount(
             id=int(fields[0]),
+            device=int(major) << 20 | int(minor),
             root=_plain(fields[3]),
             point=_plain(fields[4]),
             type=tail[0],

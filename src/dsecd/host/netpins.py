@@ -112,13 +112,13 @@ class Programs:
 
     def _pin(self) -> None:
         part = self._directory.with_name(f"{self._name}-part")  # a name with a dot is refused
-        _remove(part)
+        remove_pins(part)
         part.mkdir(mode=0o700)
         for name in (*_KEPT, "link"):
             bpf.pin(self.fds[name], part / name)
         for name, fd in self._links.items():
             bpf.pin(fd, part / f"at_{name}")
-        _remove(self._directory)  # of a cgroup that is gone
+        remove_pins(self._directory)  # of a cgroup that is gone
         part.rename(self._directory)
 
     def _remove_others(self) -> None:
@@ -126,7 +126,7 @@ class Programs:
             return
         for path in self._pins.iterdir():
             if path.name != self._name:
-                _remove(path)
+                remove_pins(path)
 
     def close(self, *, remove: bool = False) -> None:
         """Close the descriptors. With `remove` the programs go too: nothing is enforced then."""
@@ -134,11 +134,11 @@ class Programs:
             os.close(fd)
         self.fds, self._loaded, self._links = {}, {}, {}
         if remove and self._pins is not None:
-            _remove(self._directory)
+            remove_pins(self._directory)
             self._remove_others()
 
 
-def _remove(directory: Path) -> None:
+def remove_pins(directory: Path) -> None:
     """Unpin all of a directory, links last: until then the programs find their maps."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for path in sorted(directory.iterdir(), key=lambda p: p.name.startswith("at_")):

@@ -46,6 +46,7 @@ class Trial:
     name: str
     needed_for: str
     attempt: Callable[[Path], str]
+    timeout_s: float | None = None  # TRIAL_S
 
 
 # Without these no container sandbox can be made
@@ -100,7 +101,7 @@ def run(trial: Trial, scratch: Path) -> Feature:
         os._exit(0)
     os.close(writer)
     try:
-        available, reason = _collect(child, reader)
+        available, reason = _collect(child, reader, trial.timeout_s or TRIAL_S)
     finally:
         os.close(reader)
     return Feature(trial.name, available, reason, trial.needed_for)
@@ -117,11 +118,11 @@ def _answer(trial: Trial, scratch: Path) -> tuple[bool, str]:
         return False, f"the trial itself failed: {error!r}"
 
 
-def _collect(child: int, reader: int) -> tuple[bool, str]:
+def _collect(child: int, reader: int, timeout_s: float) -> tuple[bool, str]:
     """Return the child's answer; its whole process group is gone afterwards."""
     pidfd, data = os.pidfd_open(child), b""
     try:
-        if select.select([pidfd], [], [], TRIAL_S)[0]:
+        if select.select([pidfd], [], [], timeout_s)[0]:
             os.set_blocking(reader, False)
             data = os.read(reader, 65536)
     except BlockingIOError:
@@ -136,7 +137,7 @@ def _collect(child: int, reader: int) -> tuple[bool, str]:
         return bool(available), str(reason)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
         return False, f"the trial died of {signal.Signals(os.WTERMSIG(status)).name}"
-    return False, f"no answer within {TRIAL_S:.0f} s"
+    return False, f"no answer within {timeout_s:.0f} s"
 
 
 def _isolate(scratch: Path) -> None:

@@ -47,6 +47,11 @@ def is_literal(pattern: str) -> bool:
     return not _WILD.search(pattern)
 
 
+def is_subtree(pattern: str) -> bool:
+    """Say whether `pattern` is one path, or all beneath one: no file need be looked at."""
+    return is_literal(pattern.removesuffix("/**") or "/")
+
+
 @functools.lru_cache(maxsize=4096)
 def head(pattern: str) -> str:
     """Return the path that is certain: the literal components before the first wildcard one."""

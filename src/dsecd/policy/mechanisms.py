@@ -30,7 +30,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "mounts": ("user_namespaces",),  # masks, read-only and noexec mounts: see `guards`
     "landlock": ("landlock",),
     "apparmor": ("apparmor",),
-    "bpf_lsm": ("bpf_lsm",),
+    "bpf_lsm": ("bpf_lsm", "bpf_fs"),
 }
 
 # how mounts and Landlock go beyond a rule
@@ -50,6 +50,8 @@ AT_START = "holds for paths that exist when the sandbox starts, not for later on
 BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
+WHOLE_NAMES = "holds for whole abstract names and for @**, not for other wildcards"
+OWN_CLOSED = "file systems that the sandbox mounts itself are closed"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 
 
@@ -104,10 +106,18 @@ def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
     return (Way("resolver", remark=SOME_BY_NUMBER if reached.by_number else ""),)
 
 
+def _bpf_lsm(pattern: str) -> Way:
+    """Return what the programs do of a rule at `pattern`: they know names, not wildcards."""
+    if not pattern.startswith("@"):
+        return Way("bpf_lsm", "" if globs.is_subtree(pattern) else AT_START)
+    known = globs.is_literal(pattern) or pattern == "@**"
+    return Way("bpf_lsm", "" if known else WHOLE_NAMES)
+
+
 def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
     """Return the ways for a rule on files."""
     literal = globs.is_literal(rule.pattern)
-    lsm = (Way("apparmor"), Way("bpf_lsm", "" if literal else AT_START))
+    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
     if rule.verdict == "allow":
         if policy.default == "allow":
             return NOTHING_TO_DO
@@ -127,13 +137,17 @@ def _landlock(rule: FileRule) -> Way:
 
 def for_hidden(pattern: str) -> tuple[Way, ...]:
     """Return the ways to hide what a pattern covers."""
-    lsm = (Way("apparmor"), Way("bpf_lsm", "" if globs.is_literal(pattern) else AT_START))
+    lsm = (Way("apparmor"), _bpf_lsm(pattern))
     return lsm if guards.mask(pattern) is None else (*lsm, Way("mounts", remark=_MOUNTED))
 
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES, f"{NO_MOUNTS}; {APART}"))
+    return (
+        Way("apparmor"),
+        Way("bpf_lsm", remark=OWN_CLOSED),
+        Way("landlock", ATTRIBUTES, f"{NO_MOUNTS}; {APART}"),
+    )
 
 
 def for_ioctl() -> tuple[Way, ...]:
@@ -147,7 +161,7 @@ def for_mount(rule: MountRule, policy: SystemPolicy) -> tuple[Way, ...]:
         return NOTHING_TO_DO
     if rule.verdict == "deny" and seccomp.closes_mounts(policy):
         return (Way("seccomp"),)
-    return (Way("apparmor"), Way("bpf_lsm"))
+    return (Way("apparmor"), _bpf_lsm(rule.pattern))
 
 
 def for_mount_default(policy: SystemPolicy) -> tuple[Way, ...]:
@@ -160,7 +174,7 @@ def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways for a unix socket; where a mask lies nobody can listen."""
     if rule.verdict == "allow" and policy.unix_default == "allow":
         return NOTHING_TO_DO
-    lsm = (Way("apparmor"), Way("bpf_lsm"))
+    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
     abstract = rule.pattern.startswith("@")
     if rule.verdict == "allow" or abstract or guards.mask(rule.pattern) is None:
         return lsm
