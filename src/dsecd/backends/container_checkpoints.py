@@ -44,6 +44,7 @@ from dsecd.backends.container_holding import (
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_plan import runtime_dir
 from dsecd.backends.container_roots import describe, find, note, unneeded, without_links
+from dsecd.backends.container_saved import copy_tree, discard, place
 from dsecd.host import mountinfo, processes, syscalls
 from dsecd.host.layers import privatise
 from dsecd.host.plan import LIST_MAX, RerootPlan
@@ -150,7 +151,7 @@ class Checkpoints:
         elif self._volumes[volume.dir] == 1:
             await self._host.uppers.release(volume)
         elif last and not (leaving and volume == holding.upper):
-            await asyncio.to_thread(_discard, _place(saved, volume))
+            await asyncio.to_thread(discard, place(saved, volume))
         holding.roots.saved.remove(saved)
         self._unuse(saved)
 
@@ -340,7 +341,7 @@ class Checkpoints:
         try:
             await driver.freeze(holding.cgroup.path)
             try:
-                await _copy_tree(source, place)
+                await copy_tree(source, place)
             finally:
                 await driver.thaw(holding.cgroup.path)
         except BaseException:
@@ -378,7 +379,7 @@ class Checkpoints:
         await save()
         used = {saved.path for saved in holding.roots.saved}
         if left is not None and left.volume is not None and left.path not in used:
-            await asyncio.to_thread(_discard, _place(left, left.volume))
+            await asyncio.to_thread(discard, place(left, left.volume))
         if await self.tidy(holding):
             await save()
         return describe(target, (time.perf_counter() - begun) * 1e3)
@@ -469,34 +470,3 @@ class Checkpoints:
             return  # it is dead
         if present == pending.mount_ns:
             roots.stack, roots.upper_dir = pending.stack, pending.upper_dir
-
-
-def _place(saved: Saved, volume: Upper) -> Path:
-    """Return the directory that holds a saved upper only; the first one lies among others."""
-    path = Path(saved.path)
-    return path if str(path.parent) == volume.dir else path.parent
-
-
-async def _copy_tree(source: Path, target: Path) -> None:
-    """Copy the directory `source` into `target` with everything that it has, as cp(1) does."""
-    command = ("cp", "-a", "--reflink=auto", "--sparse=auto", "--", str(source), str(target))
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        _, errors = await process.communicate()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        raise
-    if process.returncode:
-        text = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        kind = Exhausted if "No space left" in text or "quota" in text else Internal
-        raise kind(f"the checkpoint cannot be copied: {text}")
-
-
-def _discard(directory: Path) -> None:
-    with contextlib.suppress(fastpath.StepError):
-        fastpath.remove_tree(directory)
