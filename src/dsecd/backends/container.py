@@ -64,7 +64,9 @@ class ContainerBackend:
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, files_each=10,
             secrets=True,
             # where the probe finds what they need
-            mechanisms=("netns", "seccomp", "mounts", "landlock", "bpf_cgroup", "resolver"),
+            mechanisms=(
+                "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_cgroup", "resolver",
+            ),
         )  # fmt: skip
         self._host = ContainerHost(config)
         self._checkpoints = Checkpoints(self._host, config.runtime / "checkpoints")
@@ -160,6 +162,7 @@ class ContainerBackend:
             await host.uppers.make(holding.upper)
         await host.networks.connect(holding, spec)
         await host.secrets.open(holding, spec)
+        await host.apparmor.confine(holding, spec)
         assert holding.range is not None
         holding.cgroup = host.driver.group(holding.sandbox)
         spawned = await self._spawn(holding, spec)
@@ -201,7 +204,9 @@ class ContainerBackend:
             uid_base=holding.range.uid_base,
             owner_uid=holding.range.owner_uid,
             cgroup=holding.cgroup.path,
-            confinement=host.confiner.confine(spec.policy),
+            confinement=msgspec.structs.replace(
+                host.confiner.confine(spec.policy), apparmor=holding.apparmor
+            ),
             lowers=len(holding.layers) + len(holding.roots.saved),
             raw_lowers=len(holding.roots.saved),
             linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
@@ -321,6 +326,7 @@ class ContainerBackend:
     def _give_back_pooled(self, holding: Holding) -> None:
         """Return what `prepare` took."""
         host = self._host
+        host.apparmor.release(holding)
         host.cpu_load.free(holding.cpus)
         holding.cpus = ()
         if holding.range is not None:
@@ -383,6 +389,8 @@ class ContainerBackend:
         if held.slot and host.driver.slots is not None:
             holding.slot = host.driver.slots.adopt(held.slot)
         await host.secrets.recover(holding)
+        holding.apparmor = held.apparmor
+        host.apparmor.recover(holding)
         await host.networks.recover(holding)
         await self._connect(holding)
         self._ears.listen_later(holding)
@@ -400,6 +408,10 @@ class ContainerBackend:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
         swept += [*self._checkpoints.sweep(), *self._host.secrets.sweep(set(self._holdings))]
+        swept += self._host.apparmor.sweep()
+        for name in sorted(self._host.apparmor.lost):
+            if self._listener is not None:
+                self._listener.died(name, Death("its AppArmor profile is gone"))
         await self._host.networks.begin(self._listener)
         for holding in list(self._holdings.values()):
             await self._checkpoints.recovered(holding)

@@ -71,6 +71,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     upper: Upper | None = None
     attachment: Attachment | None = None
     policy: bytes = b""  # of the network, packed
+    apparmor: str = ""
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -84,9 +85,9 @@ class Holding:
     """All that one container holds, in the order in which it is taken."""
 
     __slots__ = (
-        "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards", "layers",
-        "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "roots",
-        "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
+        "layers", "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach",
+        "roots", "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -105,6 +106,7 @@ class Holding:
         self.names: Names | None = None
         self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
         self.reach: Reach | None = None  # of these, under `policy`
+        self.apparmor = ""  # profile of its commands
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None
@@ -122,6 +124,7 @@ class Holding:
             upper=self.upper,
             attachment=self.attachment,
             policy=pack(self.policy) if self.policy is not None else b"",
+            apparmor=self.apparmor,
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,

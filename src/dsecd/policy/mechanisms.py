@@ -11,6 +11,8 @@ import msgspec
 
 from dsecd.policy import globs, guards, seccomp
 from dsecd.policy.rules import (
+    EVERY_ACCESS,
+    Access,
     FilePolicy,
     FileRule,
     MountRule,
@@ -49,6 +51,10 @@ AT_START = "holds for paths that exist when the sandbox starts, not for later on
 BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
+# what AppArmor does not see (security/apparmor/lsm.c; of Linux 6.12: no hooks for these)
+XATTRS = "changes of times and extended attributes are not denied"
+INTERPRETED = "a script can still name it as its interpreter"
+SEEN = "its attributes can be read, and a unix socket there connected to"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 
 
@@ -106,7 +112,8 @@ def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
 def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
     """Return the ways for a rule on files."""
     literal = globs.is_literal(rule.pattern)
-    lsm = (Way("apparmor"), Way("bpf_lsm", "" if literal else AT_START))
+    short = "" if rule.verdict == "allow" else _unseen(rule.access)
+    lsm = (Way("apparmor", short), Way("bpf_lsm", "" if literal else AT_START))
     if rule.verdict == "allow":
         if policy.default == "allow":
             return NOTHING_TO_DO
@@ -124,15 +131,24 @@ def _landlock(rule: FileRule) -> Way:
     return Way("landlock", remark="; ".join(stricter))
 
 
+def _unseen(access: frozenset[Access]) -> str:
+    """Return what AppArmor leaves open where all of `access` is denied."""
+    return "; ".join(
+        short for word, short in (("write", XATTRS), ("execute", INTERPRETED)) if word in access
+    )
+
+
 def for_hidden(pattern: str) -> tuple[Way, ...]:
     """Return the ways to hide what a pattern covers."""
-    lsm = (Way("apparmor"), Way("bpf_lsm", "" if globs.is_literal(pattern) else AT_START))
+    apparmor = Way("apparmor", f"{SEEN}; {_unseen(EVERY_ACCESS)}")
+    lsm = (apparmor, Way("bpf_lsm", "" if globs.is_literal(pattern) else AT_START))
     return lsm if guards.mask(pattern) is None else (*lsm, Way("mounts", remark=_MOUNTED))
 
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"), Way("landlock", ATTRIBUTES, NO_MOUNTS))
+    apparmor = Way("apparmor", _unseen(EVERY_ACCESS))
+    return (apparmor, Way("bpf_lsm"), Way("landlock", ATTRIBUTES, NO_MOUNTS))
 
 
 def for_ioctl() -> tuple[Way, ...]:
@@ -159,16 +175,16 @@ def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways for a unix socket; where a mask lies nobody can listen."""
     if rule.verdict == "allow" and policy.unix_default == "allow":
         return NOTHING_TO_DO
-    lsm = (Way("apparmor"), Way("bpf_lsm"))
+    lsm = Way("bpf_lsm")  # AppArmor has no hook for unix sockets before Linux 6.17
     abstract = rule.pattern.startswith("@")
     if rule.verdict == "allow" or abstract or guards.mask(rule.pattern) is None:
-        return lsm
-    return (*lsm, Way("mounts", remark=f"{NOT_LISTENED}; {_MOUNTED}"))
+        return (lsm,)
+    return (lsm, Way("mounts", remark=f"{NOT_LISTENED}; {_MOUNTED}"))
 
 
 def for_unix_default() -> tuple[Way, ...]:
     """Return the ways to close every unix socket that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"))
+    return (Way("bpf_lsm"),)
 
 
 def for_vsock(policy: SystemPolicy) -> tuple[Way, ...]:
