@@ -190,7 +190,7 @@ setup(
     package_data={
         "": ["py.typed", "*.pyi"],
         "dsecd": ["bin/dsec-*", "bin/asan/dsec-*"],
-        "dsecd.policy": ["catalogue.toml"],
+        "dsecd.policy": ["catalogue.toml", "apparmor.in"],
     },
     include_package_data=False,  # sources stay out of wheels
     ext_modules=_extensions(),

@@ -2,7 +2,7 @@
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
 checkpoint was copied, ``in-a-keep`` while what is graded is read; ``fail-a-mount`` lets mounts of
-layers fail.
+layers fail. ``only-apparmor`` leaves out the other mechanisms for files.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """
@@ -20,7 +20,7 @@ import msgspec
 from dsecd import __main__ as entry
 from dsecd import config as configuration
 from dsecd import fastpath, log
-from dsecd.backends import container, container_checkpoints, container_keep
+from dsecd.backends import container, container_checkpoints, container_confine, container_keep
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_roots import unneeded
@@ -55,13 +55,13 @@ def die_in_a_deletion(after: bool) -> None:
 
 def die_in_a_copy() -> None:
     """SIGKILL when a checkpoint's copy is made and not yet known of."""
-    copy = container_checkpoints._copy_tree
+    copy = container_checkpoints.copy_tree
 
     async def deadly(source: Path, target: Path) -> None:
         await copy(source, target)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    container_checkpoints._copy_tree = deadly
+    container_checkpoints.copy_tree = deadly
 
 
 def die_in_a_keep() -> None:
@@ -94,6 +94,12 @@ def fail_a_mount(order: Path) -> None:
         wrap(name)
 
 
+def use_only_apparmor() -> None:
+    """No mounts over what a policy closes, no Landlock: what AppArmor denies is seen alone."""
+    container_confine.guards.for_policy = lambda *_: ()
+    container_confine.landlock.for_policy = lambda *_: None
+
+
 def main() -> int:
     """``crashing_dsecd.py STEP[:N]|FAULT --config FILE``"""
     name, _, nth = sys.argv[1].partition(":")
@@ -110,6 +116,8 @@ def main() -> int:
         fail_each_step()
     if name == "fail-a-mount":
         fail_a_mount(Path(sys.argv[3]).with_name("fail-a-mount"))
+    if name == "only-apparmor":
+        use_only_apparmor()
     if name == "in-a-copy":
         die_in_a_copy()
     if name == "in-a-keep":

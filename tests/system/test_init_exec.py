@@ -461,6 +461,14 @@ def test_capabilities_and_seccomp_are_bounded_while_sudo_may_work() -> None:
         assert init.client.run(None, argv=[b"mkdir", b"/tmp/never-made"])["exit_code"] == 1
 
 
+def test_no_command_runs_without_the_profile_it_was_to_have() -> None:
+    with running(owned=True, apparmor="dsec-no-such-profile") as init:
+        for call in ({"shell": b"true"}, {"argv": [b"/bin/true"]}):
+            with pytest.raises(DSecError, match="AppArmor"):
+                init.client.call("exec.run", cid=f"c-{next(iter(call))}", **call)
+        init.client.call("files.mkdir", path=b"by-the-platform")  # not a command
+
+
 def test_idle_memory_is_small(init: Init, client: InitClient) -> None:
     for _ in range(50):
         client.run("seq 1 20000")

@@ -62,7 +62,7 @@ def test_everything_asked_for_is_in_the_plan() -> None:
     assert config["env"] == {"PATH": "/x", "LANG": "C.UTF-8", "A": "b"}
     assert (config["user"], config["workdir"], config["no_new_privs"]) == ("agent", "/w", True)
     assert (config["output_limit"], config["spool_limit"]) == (2 << 20, 3 << 20)
-    assert (config["caps"], config["seccomp"]) == (7, b"\1" * 8)
+    assert (config["caps"], config["seccomp"], config["apparmor"]) == (7, b"\1" * 8, "")
 
 
 def test_what_confines_it_is_split_between_the_spawner_and_init() -> None:

@@ -99,7 +99,9 @@ def test_without_a_security_module_mounts_do_what_they_can(
     row = rows(value, *WITHOUT_LSM)["files.rules[0]"]
     assert (row.state, row.by) == (state, by)
     assert bool(row.reasons) == (state != "enforced")
-    assert rows(value)["files.rules[0]"].state == "enforced"
+    # a pattern: AppArmor sees every path but not every change, BPF LSM what exists at start
+    whole = "partly" if state == "partly" else "enforced"
+    assert rows(value)["files.rules[0]"].state == whole
 
 
 def test_hidden_globs_hold_for_what_exists() -> None:

@@ -278,17 +278,20 @@ static void place(const struct child_fds *fds)
     int err = lift(fds->err < 0 ? null_fd : fds->err);
     int feed = lift(fds->feed), status = lift(fds->status);
     int ctl = lift(ctl_fd), shell = lift(fds->shell ? FD_SHELL : -1);
+    int last = CTL_FD;
+    apparmor_fd = lift(apparmor_fd);
     if (dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0 ||
         dup3(ctl, CTL_FD, O_CLOEXEC) < 0)
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     ctl_fd = CTL_FD;
-    if (shell >= 0 && dup3(shell, SHELL_FD, O_CLOEXEC) < 0)
+    if (shell >= 0 && (last = dup3(shell, SHELL_FD, O_CLOEXEC)) < 0)
+        child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
+    if (apparmor_fd >= 0 && (last = apparmor_fd = dup3(apparmor_fd, last + 1, O_CLOEXEC)) < 0)
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     if (feed >= 0 && (dup2(feed, SHELL_FEED_FD) < 0 || dup2(status, SHELL_STATUS_FD) < 0))
         child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
     /* What stays open is a way out of the sandbox: directories of the host, namespaces. */
-    unsigned first = shell >= 0 ? SHELL_FD + 1 : CTL_FD + 1;
-    if (syscall(SYS_close_range, first, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0) < 0 ||
+    if (syscall(SYS_close_range, last + 1, feed >= 0 ? SHELL_STATUS_FD - 1 : ~0U, 0) < 0 ||
         (feed >= 0 && syscall(SYS_close_range, SHELL_FEED_FD + 1, ~0U, 0) < 0))
         child_fail(INTERNAL, "cannot close descriptors: %s", strerror(errno));
 }
@@ -308,6 +311,8 @@ void child_enter(const struct child_fds *fds, const struct role *role, struct id
     reset_signals();
     setsid();
     umask(022);
+    if (role->command)
+        apparmor_open(fds->shell);
     enter_namespaces();
     if (config.nofile) {
         struct rlimit limit;

@@ -92,6 +92,13 @@ bool child_send(enum report_kind kind, const void *data, size_t n, int fd);
 _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *fds);
 _Noreturn void shell_child(const struct session_args *args, const struct child_fds *fds);
 
+/* confine_apparmor.c. Where config.apparmor is given: open what takes the profile's name, before the
+ * namespaces are entered, and give the name as the last step before exec. The platform's shell is entered
+ * unjudged and confined from its first instruction; any other program is executed by the profile. */
+extern int apparmor_fd; /* -1: no profile */
+void apparmor_open(bool platform_shell);
+void apparmor_enter(bool platform_shell);
+
 /* account.c: users and groups by the sandbox's own /etc/passwd and /etc/group. */
 bool account_find(struct mp_bytes user, struct identity *who);
 bool account_group(struct mp_bytes group, gid_t *gid);

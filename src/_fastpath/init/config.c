@@ -68,6 +68,8 @@ static bool read_key(struct mp_reader *r, struct mp_bytes key)
         config.nofile = mp_get_u64(r);
     else if (mp_equal(key, "oom_score_adj"))
         config.oom_score_adj = (int)mp_get_i64(r);
+    else if (mp_equal(key, "apparmor"))
+        config.apparmor = mp_get_str(r);
     else if (mp_equal(key, "sandbox"))
         config.sandbox = mp_get_str(r);
     else
@@ -88,6 +90,8 @@ const char *config_parse(struct mp_bytes text)
         return "seccomp is not an array of at most 4096 sock_filter";
     if (config.user.n >= MAX_NAME || config.workdir.n >= MAX_PATH / 2)
         return "user or workdir is too long";
+    if (config.apparmor.n >= MAX_NAME)
+        return "the name of the AppArmor profile is too long";
     if (config.oom_score_adj < -1000 || config.oom_score_adj > 1000)
         return "oom_score_adj is out of range";
     return NULL;

@@ -26,6 +26,7 @@ struct config {
     struct mp_bytes seccomp; /* struct sock_filter[] */
     struct mp_bytes landlock; /* [accesses handled, [[path, accesses], ...]], still encoded; none: n is 0 */
     struct mp_bytes sandbox;
+    struct mp_bytes apparmor; /* profile of commands; "" is none */
     uint64_t caps;
     uint64_t output_limit, spool_limit;
     uint64_t nofile; /* 0 leaves the inherited limit */

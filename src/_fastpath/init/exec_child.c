@@ -165,6 +165,7 @@ static int search_exec(const char *name, char **argv, size_t argc, const struct 
 static _Noreturn void run(char **argv, size_t argc, const struct environment *env)
 {
     const char *name = argv[0];
+    apparmor_enter(false);
     int err = search_exec(name, argv, argc, env);
     struct mp_bytes shown = bytes_of(name);
     if (err == ENOENT && strchr(name, '/') && access(name, F_OK) == 0)
@@ -187,6 +188,7 @@ static _Noreturn void run_platform_shell(const char *text, const struct environm
 {
     char *argv[] = { (char *)(uintptr_t) "bash", (char *)(uintptr_t) "-p", (char *)(uintptr_t) "-c",
                      (char *)(uintptr_t)text, NULL };
+    apparmor_enter(true);
     syscall(SYS_execveat, SHELL_FD, "", argv, env->entries, AT_EMPTY_PATH);
     child_fail_errno(errno, "cannot execute", bytes_of("the platform's shell"));
 }

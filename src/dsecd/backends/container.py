@@ -20,7 +20,7 @@ from dsecd.backends import abc, container_pack
 from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_checkpoints import Checkpoints
-from dsecd.backends.container_holding import FD_UPPER, Held, Holding
+from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost
 from dsecd.backends.container_keep import keep
 from dsecd.backends.container_network import OPEN
@@ -34,6 +34,7 @@ from dsecd.backends.container_plan import (
     runtime_dir,
 )
 from dsecd.backends.container_roots import branch
+from dsecd.backends.container_usage import measure
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import processes
@@ -65,7 +66,8 @@ class ContainerBackend:
             secrets=True,
             # where the probe finds what they need
             mechanisms=(
-                "netns", "seccomp", "mounts", "landlock", "bpf_cgroup", "resolver", "bpf_lsm",
+                "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_lsm", "bpf_cgroup",
+                "resolver",
             ),
         )  # fmt: skip
         self._host = ContainerHost(config)
@@ -162,6 +164,7 @@ class ContainerBackend:
             await host.uppers.make(holding.upper)
         await host.networks.connect(holding, spec)
         await host.secrets.open(holding, spec)
+        await host.apparmor.confine(holding, spec)
         assert holding.range is not None
         holding.cgroup = host.driver.group(holding.sandbox)
         spawned = await self._spawn(holding, spec)
@@ -204,7 +207,9 @@ class ContainerBackend:
             uid_base=holding.range.uid_base,
             owner_uid=holding.range.owner_uid,
             cgroup=holding.cgroup.path,
-            confinement=host.confiner.confine(spec.policy),
+            confinement=msgspec.structs.replace(
+                host.confiner.confine(spec.policy), apparmor=holding.apparmor
+            ),
             lowers=len(holding.layers) + len(holding.roots.saved),
             raw_lowers=len(holding.roots.saved),
             linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
@@ -325,6 +330,7 @@ class ContainerBackend:
     def _give_back_pooled(self, holding: Holding) -> None:
         """Return what `prepare` took."""
         host = self._host
+        host.apparmor.release(holding)
         host.cpu_load.free(holding.cpus)
         holding.cpus = ()
         if holding.range is not None:
@@ -388,6 +394,8 @@ class ContainerBackend:
             holding.slot = host.driver.slots.adopt(held.slot)
         await host.secrets.recover(holding)
         holding.restrictions = held.restrictions
+        holding.apparmor = held.apparmor
+        host.apparmor.recover(holding)
         await host.networks.recover(holding)
         await host.file_rules.recover(holding)
         await self._connect(holding)
@@ -406,6 +414,10 @@ class ContainerBackend:
                 self._listener.died(holding.sandbox, Death("its network interface is gone"))
         swept = await self._host.sweep(known, self._checkpoints.kept_volumes())
         swept += [*self._checkpoints.sweep(), *self._host.secrets.sweep(set(self._holdings))]
+        swept += self._host.apparmor.sweep()
+        for name in sorted(self._host.apparmor.lost):
+            if self._listener is not None:
+                self._listener.died(name, Death("its AppArmor profile is gone"))
         await self._host.networks.begin(self._listener)
         self._host.file_rules.begin()
         for holding in list(self._holdings.values()):
@@ -416,30 +428,7 @@ class ContainerBackend:
     # --- asked from outside ---------------------------------------------------------------------
 
     async def usage(self, handle: Handle) -> Usage:
-        host, holding = self._host, self._holdings[handle.sandbox]
-        assert holding.cgroup is not None
-        found = host.driver.usage(holding.cgroup, holding.slot)
-        received = sent = 0
-        if holding.attachment is not None:
-            traffic = (await host.nat.traffic([holding.attachment])).get(holding.sandbox)
-            if traffic is not None:
-                received, sent = traffic.rx_bytes, traffic.tx_bytes
-        denied = host.networks.denied(holding)
-        if holding.upper is not None:
-            disk = host.uppers.usage(holding.upper)
-        else:
-            disk = processes.used_bytes(holding.pid, FD_UPPER)
-        return Usage(
-            memory_bytes=found.memory_bytes,
-            cpu_usage_s=found.cpu_usage_s,
-            pids=found.pids,
-            oom_kills=found.oom_kills,
-            disk_bytes=disk,
-            disk_limit_bytes=holding.upper_bytes,
-            rx_bytes=received,
-            tx_bytes=sent,
-            denied=denied,
-        )
+        return await measure(self._host, self._holdings[handle.sandbox])
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host

@@ -137,7 +137,7 @@ class Checkpoints:
         kept.add(holding.roots.upper_dir)
         for entry in list(Path(volume.dir).iterdir()):
             if _NUMBERED.fullmatch(entry.name) and str(entry) not in kept:
-                await asyncio.to_thread(_discard, entry)
+                await asyncio.to_thread(discard, entry)
 
     async def _free(self, holding: Holding, saved: Saved, leaving: bool = False) -> None:
         """Take a saved upper from a holding, and remove it with its last user.
@@ -345,8 +345,8 @@ class Checkpoints:
             finally:
                 await driver.thaw(holding.cgroup.path)
         except BaseException:
-            discard = self._unmount if holding.upper is None else _discard
-            await asyncio.to_thread(discard, place)
+            remove = self._unmount if holding.upper is None else discard
+            await asyncio.to_thread(remove, place)
             raise
         roots.saved.append(saved)
         self._use(saved)
@@ -449,7 +449,7 @@ class Checkpoints:
         except BaseException:
             self.settle(holding)
             if roots.upper_dir != upper_dir and upper_dir:
-                await asyncio.to_thread(_discard, Path(upper_dir))
+                await asyncio.to_thread(discard, Path(upper_dir))
             raise
         finally:
             os.close(built.mount_ns)

@@ -36,13 +36,13 @@ class Confinement(msgspec.Struct, frozen=True, kw_only=True):
 class Confiner:
     """Makes confinements on one host, which has Landlock or not.
 
-    With a security module, which decides about files and sockets by itself (`by_module`), guards
-    and Landlock are left out: they would only close more than the policy says.
+    What the BPF security module decides by itself (`by_module`) needs no guards; they would only
+    close more than the policy says. Landlock is for hosts that have no security module at all.
     """
 
     def __init__(self, platform: Masks, *, has_landlock: bool, by_module: bool = False) -> None:
         self._platform, self._by_module = platform, by_module
-        self._landlock = has_landlock and not by_module
+        self._landlock = has_landlock
         self._default = self._make(FilePolicy(), SystemPolicy())
         self._made = functools.lru_cache(maxsize=1024)(self._make)
 
@@ -65,9 +65,13 @@ def for_host() -> Confiner:
     """Return the confiner of this host; what it has is looked up once."""
     return Confiner(
         masks.for_host(),
-        has_landlock=probe.feature("landlock").available,
-        by_module=all(probe.feature(row).available for row in NEEDS["bpf_lsm"]),
+        has_landlock=_has("landlock") and not (_has("apparmor") or _has("bpf_lsm")),
+        by_module=_has("bpf_lsm"),
     )
+
+
+def _has(mechanism: str) -> bool:
+    return all(probe.feature(row).available for row in NEEDS[mechanism])
 
 
 def _filter(system: SystemPolicy, *, guarded: bool) -> bytes:

@@ -81,6 +81,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     attachment: Attachment | None = None
     policy: bytes = b""  # of the network, packed
     restrictions: Restrictions | None = None
+    apparmor: str = ""
     slot: str = ""
     cpus: tuple[int, ...] = ()
     pid: int = 0
@@ -94,10 +95,10 @@ class Holding:
     """All that one container holds, in the order in which it is taken."""
 
     __slots__ = (
-        "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards", "layers",
-        "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach", "restrictions",
-        "roots",
-        "sandbox", "slot", "upper", "upper_bytes", "watch", "watch_timer",
+        "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
+        "layers", "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach",
+        "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
+        "watch_timer",
     )  # fmt: skip
 
     def __init__(self, sandbox: str) -> None:
@@ -117,6 +118,7 @@ class Holding:
         self.names: Names | None = None
         self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
         self.reach: Reach | None = None  # of these, under `policy`
+        self.apparmor = ""  # profile of its commands
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None
@@ -135,6 +137,7 @@ class Holding:
             attachment=self.attachment,
             policy=pack(self.policy) if self.policy is not None else b"",
             restrictions=self.restrictions,
+            apparmor=self.apparmor,
             slot=self.slot.name if self.slot is not None else "",
             cpus=self.cpus,
             pid=self.pid,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dsecd.backends import container_confine
+from dsecd.backends.container_apparmor import AppArmor
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_lsm import FileRules
 from dsecd.backends.container_network import Networks
@@ -54,6 +55,7 @@ class ContainerHost:
         self.mounts = LayerMounts(runtime / "layers")
         self.layers = ContainerLayers(config, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
+        self.apparmor = AppArmor(config)
         self.disk_uppers = False
         self._keeper: asyncio.Task[None] | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
@@ -87,6 +89,7 @@ class ContainerHost:
         self.confiner = container_confine.for_host()
         self.file_rules = FileRules(config.runtime / "bpf-files")
         self.file_rules.start(self.driver)
+        self.apparmor.start()
         self.template = self._make_template()
         self._open_shell()
         self.spawners = await self._start_spawners()
@@ -241,6 +244,7 @@ class ContainerHost:
             self._shell = -1
         await self.networks.close(leave_nothing=leave_nothing)
         self.file_rules.close(leave_nothing=leave_nothing)
+        await self.apparmor.close()
         await self.netns.close()
         await self.ranges.close()
         await self.nat.shutdown()

@@ -73,6 +73,7 @@ class InitConfig(msgspec.Struct, kw_only=True):
     spool_limit: int
     nofile: int = NOFILE
     oom_score_adj: int = OOM_SCORE_ADJ
+    apparmor: str = ""
 
 
 def memory_upper_bytes(spec: Spec) -> int:
@@ -159,6 +160,7 @@ def init_config(template: Template, spec: Spec, given: Resources) -> bytes:
             no_new_privs=spec.no_new_privileges,
             output_limit=spec.output_limit,
             spool_limit=spec.spool_limit,
+            apparmor=given.confinement.apparmor,
         )
     )
 

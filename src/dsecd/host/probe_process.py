@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from dsecd import fastpath
-from dsecd.host import syscalls
+from dsecd.host import apparmor, syscalls
 from dsecd.host.probe import Trial
 from libdsec.errors import Unsupported
 
@@ -135,7 +135,15 @@ def _apparmor(scratch: Path) -> str:
         raise Unsupported("AppArmor", reason="the kernel is built without AppArmor")
     if enabled.read_text().strip() != "Y":
         raise Unsupported("AppArmor", reason="AppArmor is off (kernel parameter lsm= or apparmor=)")
-    return "enabled"
+    if not apparmor.INTERFACE.exists():
+        raise Unsupported("AppArmor", reason="securityfs is not mounted at /sys/kernel/security")
+    if not (apparmor.INTERFACE / "features/mount/move_mount").exists():
+        # a clone of a mount could then be put anywhere, and files have names that no rule knows
+        raise Unsupported("AppArmor", reason="AppArmor does not see move_mount(2); Linux 6.8 does")
+    name = f"dsec-probe-{os.getpid()}"
+    apparmor.load(apparmor.compile_text(f"abi <abi/3.0>,\nprofile {name} {{}}\n"))
+    apparmor.remove(name)
+    return "a profile loads"
 
 
 def _kvm(scratch: Path) -> str:

@@ -11,6 +11,8 @@ import msgspec
 
 from dsecd.policy import globs, guards, seccomp
 from dsecd.policy.rules import (
+    EVERY_ACCESS,
+    Access,
     FilePolicy,
     FileRule,
     MountRule,
@@ -52,6 +54,10 @@ SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached b
 SHARED = "other sites on the same addresses can be reached too"
 WHOLE_NAMES = "holds for whole abstract names and for @**, not for other wildcards"
 OWN_CLOSED = "file systems that the sandbox mounts itself are closed"
+# what AppArmor does not see (security/apparmor/lsm.c; of Linux 6.12: no hooks for these)
+XATTRS = "changes of times and extended attributes are not denied"
+INTERPRETED = "a script can still name it as its interpreter"
+SEEN = "its attributes can be read, and a unix socket there connected to"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 
 
@@ -117,7 +123,8 @@ def _bpf_lsm(pattern: str) -> Way:
 def for_file(rule: FileRule, policy: FilePolicy) -> tuple[Way, ...]:
     """Return the ways for a rule on files."""
     literal = globs.is_literal(rule.pattern)
-    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
+    short = "" if rule.verdict == "allow" else _unseen(rule.access)
+    lsm = (Way("apparmor", short), _bpf_lsm(rule.pattern))
     if rule.verdict == "allow":
         if policy.default == "allow":
             return NOTHING_TO_DO
@@ -135,16 +142,23 @@ def _landlock(rule: FileRule) -> Way:
     return Way("landlock", remark="; ".join(stricter))
 
 
+def _unseen(access: frozenset[Access]) -> str:
+    """Return what AppArmor leaves open where all of `access` is denied."""
+    return "; ".join(
+        short for word, short in (("write", XATTRS), ("execute", INTERPRETED)) if word in access
+    )
+
+
 def for_hidden(pattern: str) -> tuple[Way, ...]:
     """Return the ways to hide what a pattern covers."""
-    lsm = (Way("apparmor"), _bpf_lsm(pattern))
+    lsm = (Way("apparmor", f"{SEEN}; {_unseen(EVERY_ACCESS)}"), _bpf_lsm(pattern))
     return lsm if guards.mask(pattern) is None else (*lsm, Way("mounts", remark=_MOUNTED))
 
 
 def for_file_default() -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
     return (
-        Way("apparmor"),
+        Way("apparmor", _unseen(EVERY_ACCESS)),
         Way("bpf_lsm", remark=OWN_CLOSED),
         Way("landlock", ATTRIBUTES, f"{NO_MOUNTS}; {APART}"),
     )
@@ -174,16 +188,16 @@ def for_unix(rule: UnixRule, policy: SystemPolicy) -> tuple[Way, ...]:
     """Return the ways for a unix socket; where a mask lies nobody can listen."""
     if rule.verdict == "allow" and policy.unix_default == "allow":
         return NOTHING_TO_DO
-    lsm = (Way("apparmor"), _bpf_lsm(rule.pattern))
+    lsm = _bpf_lsm(rule.pattern)  # AppArmor has no hook for unix sockets before Linux 6.17
     abstract = rule.pattern.startswith("@")
     if rule.verdict == "allow" or abstract or guards.mask(rule.pattern) is None:
-        return lsm
-    return (*lsm, Way("mounts", remark=f"{NOT_LISTENED}; {_MOUNTED}"))
+        return (lsm,)
+    return (lsm, Way("mounts", remark=f"{NOT_LISTENED}; {_MOUNTED}"))
 
 
 def for_unix_default() -> tuple[Way, ...]:
     """Return the ways to close every unix socket that no rule opens."""
-    return (Way("apparmor"), Way("bpf_lsm"))
+    return (Way("bpf_lsm"),)
 
 
 def for_vsock(policy: SystemPolicy) -> tuple[Way, ...]:
