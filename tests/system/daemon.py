@@ -84,7 +84,8 @@ class Daemon:
             "log": {"format": "json", "level": "info"},
             "pools": {
                 "spawners": 2, "netns": 4, "slots": 4, "ranges": 4,
-                "uid_range_start": 0x20000000 + lane * 0x10000000, "uid_range_count": 4096,
+                # below 2^31, the end of ping_group_range
+                "uid_range_start": 0x20000000 + lane * 0x08000000, "uid_range_count": 2048,
             },
             "network": {
                 "pool4": f"10.{100 + lane}.0.0/20", "pool6": f"fd5d:ec:{lane + 1:x}::/64",

@@ -197,6 +197,29 @@ async def test_the_policy_outlives_a_killed_daemon(
     assert rest == []
 
 
+async def test_who_takes_the_resolver_s_place_while_it_is_away_gets_no_names(
+    client: DSecClient, running: Daemon
+) -> None:
+    sandbox = await make(client, ONLY_GOOD)
+    script = (
+        "import socket, time\n"
+        "s = [socket.socket(socket.AF_INET, kind) for kind in (1, 2)]\n"
+        "for each in s:\n"
+        "  each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "  while True:\n"
+        "    try: each.bind(('127.0.0.53', 53)); break\n"
+        "    except OSError: time.sleep(0.001)\n"
+        "s[0].listen(); print('mine', flush=True); time.sleep(99)\n"
+    )
+    command = await sandbox.commands.run(["python3", "-c", script], background=True)
+    running.kill()
+    await asyncio.sleep(0.5)
+    await running.start()
+    assert (await anext(aiter(command))).data == b"mine\n"
+    assert (await reached(sandbox, f"{OTHER}/80"))[f"{OTHER}/80"] == DENIED
+    await sandbox.update_network(policy=CLOSED)
+
+
 async def test_nothing_is_pinned_after_the_end(running: Daemon, client: DSecClient) -> None:
     await make(client, ONLY_GOOD)
     assert is_pinned(running.runtime)

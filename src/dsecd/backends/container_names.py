@@ -20,7 +20,7 @@ from dsecd.resolver import listener
 from dsecd.resolver.listener import Sockets
 from dsecd.resolver.names import Opening
 from dsecd.resolver.service import Served
-from libdsec.errors import DSecError
+from libdsec.errors import DSecError, Unavailable
 
 logger = logging.getLogger("dsecd.container")
 RESOLVERS = ("127.0.0.53", "::1")
@@ -30,17 +30,23 @@ RESOLV_CONF = addresses.resolv_conf(RESOLVERS)
 class Names:
     """The sockets of one container's resolver, and of the diagnosis of its connections.
 
-    Construct it in a thread that is in the container's network namespace. Raises `Unavailable`,
-    `OSError`.
+    Construct it in a thread that is in the container's network namespace. With `taken_over` the
+    container lived on without a daemon: where a process of its own listens by now, it gets no
+    answers, which hurts nobody but itself. Raises `Unavailable`, `OSError`.
     """
 
-    def __init__(self, *, ipv6: bool) -> None:
+    def __init__(self, *, ipv6: bool, taken_over: bool = False) -> None:
         self.served: Served | None = None
         self.sockets: list[Sockets] = []
         self.diag: Netlink | None = None
         try:
             for address in RESOLVERS if ipv6 else RESOLVERS[:1]:
-                self.sockets.append(listener.bind(address))
+                try:
+                    self.sockets.append(listener.bind(address))
+                except Unavailable as error:
+                    if not taken_over:
+                        raise
+                    logger.error("a sandbox gets no names: %s", error.message)
             self.diag = sockdiag.open_diag()
         except BaseException:
             self._close_sockets()

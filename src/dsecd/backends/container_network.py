@@ -137,14 +137,14 @@ class Networks:
             holding.policy = policy
             await self._open_names(holding)
 
-    async def _open_names(self, holding: Holding) -> None:
+    async def _open_names(self, holding: Holding, *, taken_over: bool = False) -> None:
         """Bind the resolver's sockets inside, and have them named in resolv.conf."""
         attachment, netns = holding.attachment, holding.netns
         assert attachment is not None
         assert netns is not None
 
         def open_inside() -> None:
-            holding.names = Names(ipv6=bool(attachment.address6))
+            holding.names = Names(ipv6=bool(attachment.address6), taken_over=taken_over)
 
         await self._netns.run_inside(netns, open_inside)
         holding.attachment = msgspec.structs.replace(attachment, resolv_conf=RESOLV_CONF)
@@ -191,7 +191,7 @@ class Networks:
         if holding.policy is not None:
             if self._policies is None:
                 raise Unsupported("this host no longer enforces network rules; see dsec check")
-            await self._open_names(holding)
+            await self._open_names(holding, taken_over=True)
         self.judge(holding)
 
     async def disconnect(self, holding: Holding, *, clean: bool) -> None:
