@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from dsecd.config import Limits
@@ -12,6 +13,8 @@ from dsecd.engine.events import Bus
 from dsecd.engine.request import check_key, compile_spec
 from dsecd.engine.timer import Timer
 from dsecd.model import make_id, parse_id
+from dsecd.policy.compile import compile_policy
+from dsecd.policy.language import Policy
 from libdsec.errors import Exhausted, InvalidArgument
 from libdsec.model import DSecContainerRunArgs
 from tests.unit.engine_fixtures import QuietHost
@@ -135,3 +138,18 @@ def test_the_open_file_limit_bounds_the_number_of_sandboxes() -> None:
         admission.take(spec, 0)
     admission.give_back(spec)
     admission.take(spec, 0)
+
+
+def test_rules_for_the_network_cost_files_of_their_own() -> None:
+    host = QuietHost()
+    host.files_max = 768 + 25
+    admission = Admission(Limits(), host, files_each=5, files_ruled=5)
+    plain = compile_spec("s-n-1-a", DSecContainerRunArgs(container_image="x"))
+    ruled = msgspec.structs.replace(plain, network="nat", policy=compile_policy(Policy()))
+    admission.take(ruled, 0)
+    admission.take(ruled, 0)
+    with pytest.raises(Exhausted, match="open file limit"):
+        admission.take(ruled, 0)
+    admission.take(plain, 0)
+    admission.give_back(ruled)
+    admission.take(ruled, 0)

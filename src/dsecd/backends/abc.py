@@ -79,6 +79,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     layers: bool = False
     shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
+    files_ruled: int = 0  # and that one with rules for its network costs beyond
     secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()

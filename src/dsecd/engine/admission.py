@@ -26,9 +26,13 @@ class Host(Protocol):
 class Admission:
     """Counts what live sandboxes asked for and compares it with limits and the host's state."""
 
-    def __init__(self, limits: Limits, host: Host, files_each: int = 0) -> None:
-        """`files_each` is how many descriptors of this process a sandbox costs."""
+    def __init__(
+        self, limits: Limits, host: Host, files_each: int = 0, files_ruled: int = 0
+    ) -> None:
+        """`files_each` is how many descriptors of this process a sandbox costs, `files_ruled` how
+        many more one with rules for its network does."""
         self.limits, self.host = limits, host
+        self._files_each, self._files_ruled, self._files = files_each, files_ruled, 0
         self.sandboxes_max = limits.sandboxes
         if files_each:
             affordable = max(1, (host.files_max - FILES_RESERVE) // files_each)
@@ -54,6 +58,9 @@ class Admission:
             if self.sandboxes_max < limits.sandboxes:
                 which = f"the open file limit ({self.host.files_max})"
             raise _full("sandboxes", f"{self.sandboxes} sandboxes live, {which} reached")
+        if self._files + self._cost(spec) > self.host.files_max - FILES_RESERVE:
+            why = f"{self.sandboxes} sandboxes live, the open file limit"
+            raise _full("sandboxes", f"{why} ({self.host.files_max}) reached")
         if creating >= limits.queued_creates:
             raise _full("queued_creates", f"{creating} creates are waiting")
         reading = self.reading()
@@ -73,13 +80,19 @@ class Admission:
     def count(self, spec: Spec) -> None:
         """Count a sandbox that is there already (re-adopted)."""
         self.sandboxes += 1
+        self._files += self._cost(spec)
         self.memory_requested += spec.memory_bytes
         self.cpu_requested += spec.cpu_cores
 
     def give_back(self, spec: Spec) -> None:
         self.sandboxes -= 1
+        self._files -= self._cost(spec)
         self.memory_requested -= spec.memory_bytes
         self.cpu_requested -= spec.cpu_cores
+
+    def _cost(self, spec: Spec) -> int:
+        ruled = spec.network != "none" and spec.policy is not None
+        return self._files_each + self._files_ruled * ruled
 
     def _check_memory(self, spec: Spec, reading: Reading) -> None:
         limits = self.limits

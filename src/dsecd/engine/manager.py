@@ -63,7 +63,8 @@ class Manager:
         step: Step = no_step,
     ) -> None:
         self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
-        self.admission = Admission(config.limits, host, backend.capabilities.files_each)
+        able = backend.capabilities
+        self.admission = Admission(config.limits, host, able.files_each, able.files_ruled)
         self.policies = Policies(config.policy, backend)
         self.events = Bus(on_drop=registry.events_dropped.add)
         self.live: dict[str, Sandbox] = {}

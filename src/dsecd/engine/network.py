@@ -40,4 +40,6 @@ async def _replace(manager: Manager, sandbox: Sandbox, handle: Handle, account: 
             manager.journal.post(sandbox.row("running"))
         raise
     sandbox.account = account
+    manager.admission.give_back(sandbox.spec)
     sandbox.spec = msgspec.structs.replace(sandbox.spec, policy=account.compiled)
+    manager.admission.count(sandbox.spec)  # its first rules cost descriptors
