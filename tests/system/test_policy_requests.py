@@ -18,7 +18,7 @@ from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, Unsupported, Wron
 from libdsec.model import SandboxPolicy
 from tests.system.daemon import IMAGE, Daemon, daemon
 
-pytestmark = [pytest.mark.root, pytest.mark.asyncio, pytest.mark.vm]
+pytestmark = [pytest.mark.root, pytest.mark.asyncio]
 ROOT = Path(__file__).parents[2]
 
 # Something for every mechanism; which of it is enforced is the host's to say
@@ -48,6 +48,7 @@ async def make(client: DSecClient, **fields: Any) -> Sandbox:
     return await client.run_container(args, timeout=60)
 
 
+@pytest.mark.vm
 async def test_the_reply_says_what_explain_says_and_strict_goes_by_it(client: DSecClient) -> None:
     for policy in ("sealed", "grader", "swe", "open", WIDE):
         rows = await client.explain_policy(policy)
@@ -67,6 +68,7 @@ async def test_the_reply_says_what_explain_says_and_strict_goes_by_it(client: DS
             await make(client, policy=policy, strict=True)
 
 
+@pytest.mark.vm
 async def test_what_opens_nothing_has_no_network(client: DSecClient) -> None:
     sandbox = await make(client, network_rules={"npm": False})
     assert sandbox.info.address == ""
@@ -75,6 +77,7 @@ async def test_what_opens_nothing_has_no_network(client: DSecClient) -> None:
     assert (await sandbox.policy()).network == "none"
 
 
+@pytest.mark.vm
 @pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables")
 async def test_a_killed_daemon_knows_the_policy_in_force(
     client: DSecClient, running: Daemon
