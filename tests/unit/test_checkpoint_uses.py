@@ -114,7 +114,7 @@ def test_an_id_is_not_used_again() -> None:
 @pytest.fixture
 def discarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(container_checkpoints, "_discard", lambda path: found.append(str(path)))
+    monkeypatch.setattr(container_checkpoints, "discard", lambda path: found.append(str(path)))
     return found
 
 
