@@ -20,7 +20,13 @@ import msgspec
 from dsecd import __main__ as entry
 from dsecd import config as configuration
 from dsecd import fastpath, log
-from dsecd.backends import container, container_checkpoints, container_confine, container_keep
+from dsecd.backends import (
+    container,
+    container_checkpoints,
+    container_confine,
+    container_keep,
+    container_lsm,
+)
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_roots import unneeded
@@ -95,9 +101,10 @@ def fail_a_mount(order: Path) -> None:
 
 
 def use_only_apparmor() -> None:
-    """No mounts over what a policy closes, no Landlock: what AppArmor denies is seen alone."""
+    """No mounts over what a policy closes, no Landlock, no BPF: AppArmor is seen alone."""
     container_confine.guards.for_policy = lambda *_: ()
     container_confine.landlock.for_policy = lambda *_: None
+    container_lsm.lsm.concerns = lambda *_: False
 
 
 def main() -> int:

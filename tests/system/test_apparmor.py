@@ -175,7 +175,8 @@ async def test_mounts_as_the_reference_model_says(probe: Path) -> None:
             for (operation, fstype, place), found in zip(kinds, tried, strict=True):
                 cases += 1
                 verdict = lab.expected_mount(system, fstype, place)
-                if found != ("ok" if verdict == "allow" else "EACCES"):
+                # EPERM: a policy without any mount closes the calls themselves
+                if found not in (("ok",) if verdict == "allow" else ("EACCES", "EPERM")):
                     wrong.append((policy, operation, verdict, found))
     assert wrong == []
     assert cases > 100
