@@ -2,7 +2,7 @@
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
 checkpoint was copied, ``in-a-keep`` while what is graded is read; ``fail-a-mount`` lets mounts of
-layers fail. ``only-apparmor`` leaves out the other mechanisms for files.
+layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out the other mechanisms for files.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """
@@ -22,6 +22,7 @@ from dsecd import config as configuration
 from dsecd import fastpath, log
 from dsecd.backends import (
     container,
+    container_apparmor,
     container_checkpoints,
     container_confine,
     container_keep,
@@ -31,6 +32,7 @@ from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_roots import unneeded
 from dsecd.host.plan import STEPS, ContainerPlan
+from dsecd.policy import seccomp
 
 
 def fail_each_step() -> None:
@@ -107,6 +109,12 @@ def use_only_apparmor() -> None:
     container_lsm.lsm.concerns = lambda *_: False
 
 
+def use_only_bpf_lsm() -> None:
+    """No AppArmor, no calls closed for a policy: what the programs deny is seen alone."""
+    container_apparmor.AppArmor.start = lambda _: None  # type: ignore[method-assign]
+    container_confine._filter = lambda *_, **__: seccomp.command_filter()
+
+
 def main() -> int:
     """``crashing_dsecd.py STEP[:N]|FAULT --config FILE``"""
     name, _, nth = sys.argv[1].partition(":")
@@ -125,6 +133,8 @@ def main() -> int:
         fail_a_mount(Path(sys.argv[3]).with_name("fail-a-mount"))
     if name == "only-apparmor":
         use_only_apparmor()
+    if name == "only-bpf-lsm":
+        use_only_bpf_lsm()
     if name == "in-a-copy":
         die_in_a_copy()
     if name == "in-a-keep":
