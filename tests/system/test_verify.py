@@ -28,7 +28,7 @@ from tests.system.daemon import IMAGE, Daemon, daemon
 
 pytestmark = pytest.mark.root
 RUN = DSecContainerRunArgs(container_image=IMAGE, memory_limit_mb=128, disk_limit_mb=64)
-PLANT = "mkdir -p /work/src; echo mine > /work/src/a; touch /work/other; rm /bin/true"
+PLANT = "mkdir -p /app/src; echo mine > /app/src/a; touch /app/other; rm /bin/true"
 
 
 @pytest.fixture
@@ -58,18 +58,18 @@ async def only(running: Daemon, sandbox: Sandbox) -> None:
             if live == [sandbox.id]:
                 break
             await asyncio.sleep(0.02)
-    done = await sandbox.run_shell("cat /work/src/a", timeout=10)
+    done = await sandbox.run_shell("cat /app/src/a", timeout=10)
     assert (done.exit_code, done.stdout) == (0, "mine\n")
 
 
 async def test_the_record_says_what_was_graded(running: Daemon, agent: Sandbox) -> None:
     seen: list[str] = []
     verified = await agent.verify(
-        "cat a; echo err >&2; echo $ASKED; [ -e /work/other ] || true; exit 3",
-        ["/work/src", "/work/src/a", "/none"],
+        "cat a; echo err >&2; echo $ASKED; [ -e /app/other ] || true; exit 3",
+        ["/app/src", "/app/src/a", "/none"],
         timeout_s=10,
         env={"ASKED": "yes"},
-        cwd="/work/src",
+        cwd="/app/src",
         on_stdout=seen.append,
     )
     result, record = verified.result, verified.record
@@ -80,7 +80,7 @@ async def test_the_record_says_what_was_graded(running: Daemon, agent: Sandbox) 
     assert record.stdout_sha256 == hashlib.sha256(b"mine\nyes\n").hexdigest()
     assert (record.stdout_bytes, record.stderr_bytes, record.env["ASKED"]) == (9, 4, "yes")
     kept = {path.path: (path.kind, path.size_bytes, path.entries) for path in record.paths}
-    assert kept == {"/work/src": ("directory", 5, 1), "/none": ("absent", 0, 0)}
+    assert kept == {"/app/src": ("directory", 5, 1), "/none": ("absent", 0, 0)}
     assert record.limits["memory_mb"] == 128
     async with DSecClient(f"unix:{running.socket}") as client:
         key = await client.verify_key()
@@ -110,26 +110,26 @@ async def test_nothing_of_the_sandbox_reaches_the_grader(running: Daemon) -> Non
     )
     async with DSecClient(f"unix:{running.socket}") as client:
         agent = await client.run_container(args)
-        await agent.run_shell("mkdir /work; mount -t tmpfs none /mnt; sleep 100 &", check=False)
-        verified = await agent.verify("env; ls /work /proc /sys/class/net; cat /etc/hosts", ["/w"])
+        await agent.run_shell("mkdir /app; mount -t tmpfs none /mnt; sleep 100 &", check=False)
+        verified = await agent.verify("env; ls /app /proc /sys/class/net; cat /etc/hosts", ["/w"])
         lines = verified.result.stdout.splitlines()
         assert "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" in lines
         assert not any("evil" in line or "sleep" in line for line in lines)
-        assert "ls: /work: No such file or directory" in verified.result.stderr
+        assert "ls: /app: No such file or directory" in verified.result.stderr
         net = (await agent.verify("cat /proc/net/dev | grep -c :", ["/w"])).result
         assert net.stdout == "1\n", "loopback only"
 
 
 async def test_how_a_grader_ends_is_in_the_result(running: Daemon, agent: Sandbox) -> None:
-    slow = await agent.verify("echo begun; sleep 60", ["/work/src"], timeout_s=0.5)
+    slow = await agent.verify("echo begun; sleep 60", ["/app/src"], timeout_s=0.5)
     assert (slow.result.timed_out, slow.record.timed_out, slow.result.stdout) == (
         True, True, "begun\n",
     )  # fmt: skip
-    killed = await agent.verify("kill -9 $$", ["/work/src"])
+    killed = await agent.verify("kill -9 $$", ["/app/src"])
     assert (killed.result.signal, killed.record.signal, killed.record.exit_code) == (9, 9, None)
-    hungry = await agent.verify("tail /dev/zero", ["/work/src"], timeout_s=30)
+    hungry = await agent.verify("tail /dev/zero", ["/app/src"], timeout_s=30)
     assert (hungry.result.oom_killed, hungry.record.oom_killed) == (True, True)
-    much = await agent.verify("yes | head -c 3000000", ["/work/src"])
+    much = await agent.verify("yes | head -c 3000000", ["/app/src"])
     assert len(much.result.stdout_bytes) == much.record.stdout_bytes == 3_000_000
     digest = hashlib.sha256(much.result.stdout_bytes).hexdigest()
     assert digest == much.record.stdout_sha256
@@ -140,12 +140,12 @@ async def test_what_a_checkpoint_saved_is_graded_too(running: Daemon, agent: San
     """After a swap of the root the kept paths lie in several uppers."""
     checkpoint = await agent.checkpoint()
     assert checkpoint.method == "swap"
-    await agent.run_shell("mv /work/src /work/s; mkdir /work/src; cp /work/s/a /work/src/b; "
-                          "rm -rf /work/s", check=True)  # fmt: skip
+    await agent.run_shell("mv /app/src /app/s; mkdir /app/src; cp /app/s/a /app/src/b; "
+                          "rm -rf /app/s", check=True)  # fmt: skip
     await agent.checkpoint()
-    await agent.run_shell("echo more >> /work/src/b", check=True)
-    verified = await agent.verify("cd /work/src; for f in *; do echo $f; cat $f; done",
-                                  ["/work/src"])  # fmt: skip
+    await agent.run_shell("echo more >> /app/src/b", check=True)
+    verified = await agent.verify("cd /app/src; for f in *; do echo $f; cat $f; done",
+                                  ["/app/src"])  # fmt: skip
     assert verified.result.stdout == "b\nmine\nmore\n"
 
 
@@ -159,16 +159,16 @@ async def test_a_refused_request_leaves_nothing(running: Daemon, agent: Sandbox)
         (DSecError, {"command": []}),
     ):
         with pytest.raises(kind):
-            await agent.verify(keep=["/work/src"], **words)  # type: ignore[arg-type]
+            await agent.verify(keep=["/app/src"], **words)  # type: ignore[arg-type]
         await only(running, agent)
     await agent.stop()
     with pytest.raises((WrongState, NotFound)):
-        await agent.verify("true", ["/work/src"])
+        await agent.verify("true", ["/app/src"])
 
 
 async def test_a_cancelled_grader_leaves_nothing(running: Daemon, agent: Sandbox) -> None:
     for delay in (0.0, 0.01, 0.03, 0.06, 0.5):
-        task = asyncio.create_task(agent.verify("sleep 60", ["/work/src"]))
+        task = asyncio.create_task(agent.verify("sleep 60", ["/app/src"]))
         await asyncio.sleep(delay)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -180,7 +180,7 @@ async def test_a_lost_client_leaves_nothing(running: Daemon, agent: Sandbox) -> 
     other = DSecClient(f"unix:{running.socket}")
     await other.open()
     theirs = await other.connect(agent.id)
-    task = asyncio.create_task(theirs.verify("sleep 60", ["/work/src"]))
+    task = asyncio.create_task(theirs.verify("sleep 60", ["/app/src"]))
     await asyncio.sleep(0.3)
     await other.close()
     await asyncio.gather(task, return_exceptions=True)
@@ -195,9 +195,9 @@ async def test_every_step_of_the_graders_creation_may_fail(tmp_path: Path) -> No
         await running.start(crash_at="fail-each-step")
         for step in STEPS:
             with pytest.raises(DSecError, match=f"step '{step}' failed"):
-                await agent.verify("cat /work/src/a", ["/work/src"])
+                await agent.verify("cat /app/src/a", ["/app/src"])
             await only(running, agent)
-        assert (await agent.verify("cat /work/src/a", ["/work/src"])).result.stdout == "mine\n"
+        assert (await agent.verify("cat /app/src/a", ["/app/src"])).result.stdout == "mine\n"
         await only(running, agent)
 
 
@@ -210,18 +210,18 @@ async def test_a_killed_daemon_leaves_no_grader_and_no_frozen_agent(point: str) 
         running.kill()
         await running.start(crash_at=point)
         with pytest.raises(DSecError):
-            await agent.verify("cat /work/src/a", ["/work/src"])
+            await agent.verify("cat /app/src/a", ["/app/src"])
         assert running.process is not None
         assert await asyncio.to_thread(running.process.wait, 20) == -9
         await running.start()
         await only(running, agent)
-        assert (await agent.verify("cat /work/src/a", ["/work/src"])).result.ok
+        assert (await agent.verify("cat /app/src/a", ["/app/src"])).result.ok
 
 
 async def test_a_daemon_killed_while_the_grader_runs_ends_it(running: Daemon) -> None:
     async with DSecClient(f"unix:{running.socket}", reconnect_timeout=60) as client:
         agent = await planted(client)
-        task = asyncio.create_task(agent.verify("sleep 60", ["/work/src"]))
+        task = asyncio.create_task(agent.verify("sleep 60", ["/app/src"]))
         await asyncio.sleep(0.7)
         await running.restart()
         with pytest.raises(DSecError):
@@ -232,7 +232,7 @@ async def test_a_daemon_killed_while_the_grader_runs_ends_it(running: Daemon) ->
 async def test_the_layer_of_what_was_kept_is_garbage(running: Daemon, agent: Sandbox) -> None:
     async with DSecClient(f"unix:{running.socket}") as client:
         before = {info.digest for info in await client.layers.list()}
-        kept = (await agent.verify("true", ["/work/src"])).record.kept
+        kept = (await agent.verify("true", ["/app/src"])).record.kept
         assert {info.digest for info in await client.layers.list()} - before == {kept}
         await agent.stop()
     await running.end()  # with it go the mounts that are kept for a while
@@ -255,8 +255,8 @@ async def test_without_a_shell_of_the_platforms(tmp_path: Path) -> None:
         assert (feature.available, "absent" in feature.reason) == (False, True)
         assert (await agent.run_shell("readlink /proc/$$/exe")).stdout == "/bin/busybox\n"
         with pytest.raises(Unsupported, match="bash-static"):
-            await agent.verify("true", ["/work/src"])
-        assert (await agent.verify(["/bin/cat", "/work/src/a"], ["/work/src"])).result.ok
+            await agent.verify("true", ["/app/src"])
+        assert (await agent.verify(["/bin/cat", "/app/src/a"], ["/app/src"])).result.ok
 
 
 async def test_a_shell_that_needs_a_loader_is_not_taken() -> None:
@@ -277,8 +277,8 @@ async def test_the_command_line(running: Daemon, agent: Sandbox, tmp_path: Path)
         return done.exit_code, done.output
 
     code, output = await asyncio.to_thread(
-        dsec, "verify", agent.id, "--keep", "/work/src", "--record", str(record), "--",
-        "/bin/cat", "/work/src/a", "/absent",
+        dsec, "verify", agent.id, "--keep", "/app/src", "--record", str(record), "--",
+        "/bin/cat", "/app/src/a", "/absent",
     )  # fmt: skip
     assert (code, "mine\n" in output) == (1, True)
     code, key = await asyncio.to_thread(dsec, "verify-key")
@@ -289,7 +289,7 @@ async def test_the_command_line(running: Daemon, agent: Sandbox, tmp_path: Path)
 async def test_the_synchronous_twin(running: Daemon, agent: Sandbox) -> None:
     def use() -> tuple[str, int | None]:
         with DSecClientSync(f"unix:{running.socket}") as client:
-            done = client.connect(agent.id).verify("cat /work/src/a; exit 4", ["/work/src"])
+            done = client.connect(agent.id).verify("cat /app/src/a; exit 4", ["/app/src"])
             return done.result.stdout, done.record.exit_code
 
     assert await asyncio.to_thread(use) == ("mine\n", 4)
@@ -300,7 +300,7 @@ async def test_a_timeout_is_the_graders_not_the_calls(running: Daemon) -> None:
     async with DSecClient(f"unix:{running.socket}", request_timeout=1.0) as client:
         agent = await planted(client)
         try:
-            verified = await agent.verify("sleep 1.5; echo done", ["/work/src"])
+            verified = await agent.verify("sleep 1.5; echo done", ["/app/src"])
         except Timeout as error:
             pytest.fail(str(error))
         assert verified.result.stdout == "done\n"

@@ -132,12 +132,12 @@ def test_defaults_of_the_image(layout: Layout) -> None:
     layout.image(
         config={
             "Env": ["PATH=/bin", "A=1=2", "EMPTY=", "NONE", "=x"], "User": "1000:1000",
-            "WorkingDir": "/work", "Entrypoint": ["/entry"], "Cmd": None, "Labels": {"a": "b"},
+            "WorkingDir": "/app", "Entrypoint": ["/entry"], "Cmd": None, "Labels": {"a": "b"},
         }
     )  # fmt: skip
     config = read_layout(layout.finish()).config
     assert config.env == {"PATH": "/bin", "A": "1=2", "EMPTY": ""}
-    assert (config.user, config.workdir) == ("1000:1000", "/work")
+    assert (config.user, config.workdir) == ("1000:1000", "/app")
     assert (config.entrypoint, config.cmd) == (["/entry"], [])
 
 
