@@ -60,6 +60,16 @@ def swap(path, to):
     print(path, tried(lambda: os.rename(path, to)))
 """
 
+# The old root is detached, and a descriptor of it is left
+GONE = """
+def gone():
+    call('unshare', NEWNS)
+    root = os.open('/', os.O_PATH)
+    mount('none', '/tmp/p', 'tmpfs')
+    made('/tmp/p/old')
+    print(trying('pivot_root', b'/tmp/p', b'/tmp/p/old'))
+    print(umount('/old', DETACH))
+"""
 CHANGES = {
     "write": "put()",
     "append": "print(tried(lambda: open('/a/b/c/f', 'a').write('more')))",
@@ -139,26 +149,12 @@ CHANGES = {
         "made('/tmp/m'); print(mount('/', '/tmp/m', flags=BIND | REC)); "
         "print(umount('/tmp/m/a/b/c', DETACH)); put('/tmp/m/a/b/c')"
     ),
-    "rename where the old root is gone": """
-def gone():
-    call('unshare', NEWNS)
-    root = os.open('/', os.O_PATH)
-    mount('none', '/tmp/p', 'tmpfs')
-    made('/tmp/p/old')
-    print(trying('pivot_root', b'/tmp/p', b'/tmp/p/old'))
-    print(umount('/old', DETACH))
-    os.rename('a', 'a2', src_dir_fd=root, dst_dir_fd=root)
+    "rename where the old root is gone": GONE
+    + """    os.rename('a', 'a2', src_dir_fd=root, dst_dir_fd=root)
 print(apart(gone)); another()
 """,
-    "remove where the old root is gone": """
-def gone():
-    call('unshare', NEWNS)
-    root = os.open('/', os.O_PATH)
-    mount('none', '/tmp/p', 'tmpfs')
-    made('/tmp/p/old')
-    print(trying('pivot_root', b'/tmp/p', b'/tmp/p/old'))
-    print(umount('/old', DETACH))
-    os.unlink('a/b/one', dir_fd=root)
+    "remove where the old root is gone": GONE
+    + """    os.unlink('a/b/one', dir_fd=root)
 print(apart(gone)); put('/a/b', 'one')
 """,
     "write by a file handle": """
@@ -204,15 +200,8 @@ REVEALS = {
         "'lowerdir=/data,upperdir=/dev/shm/u,workdir=/dev/shm/w,userxattr'))\n"
         "see('/dev/shm/m/secret'); see('/data/secret')"
     ),
-    "read where the old root is gone": """
-def gone():
-    call('unshare', NEWNS)
-    root = os.open('/', os.O_PATH)
-    mount('none', '/tmp/p', 'tmpfs')
-    made('/tmp/p/old')
-    print(trying('pivot_root', b'/tmp/p', b'/tmp/p/old'))
-    print(umount('/old', DETACH))
-    print(tried(lambda: os.rename('data', 'd3', src_dir_fd=root, dst_dir_fd=root)))
+    "read where the old root is gone": GONE
+    + """    print(tried(lambda: os.rename('data', 'd3', src_dir_fd=root, dst_dir_fd=root)))
     for name in ('d3/secret', 'data/secret'):
         print(tried(lambda: print(os.read(os.open(name, 0, dir_fd=root), 99))), flush=True)
 print(apart(gone)); see('/data/secret')

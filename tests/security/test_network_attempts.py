@@ -32,10 +32,13 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 _HERE = Path(__file__).parent
-_SCRIPT = _HERE / "network_attempts.py"
+_KITS = ("kit.py", "network_kit.py")
+_ATTEMPTS = ("network_packets.py", "network_detours.py")  # in the order in which they register
+_SCRIPT = "network_attempts.py"
 ATTEMPTS = [
     node.name
-    for node in ast.parse(_SCRIPT.read_text()).body
+    for name in _ATTEMPTS
+    for node in ast.parse((_HERE / name).read_text()).body
     if isinstance(node, ast.FunctionDef)
     and any(isinstance(each, ast.Name) and each.id == "attempt" for each in node.decorator_list)
 ]
@@ -174,11 +177,11 @@ async def run(
 ) -> Ran:
     args = DSecContainerRunArgs(container_image=IMAGE, network="nat", policy=policy, **LIMITS)
     sandbox = await client.run_container(args, timeout=60)
-    for name in ("kit.py", "network_attempts.py"):
+    for name in (*_KITS, *_ATTEMPTS, _SCRIPT):
         await sandbox.files.write(f"/attack/{name}", (_HERE / name).read_text())
     wire.read()
     internet.asked.clear()
-    done = await sandbox.run("python3", "/attack/network_attempts.py", timeout=110)
+    done = await sandbox.run("python3", f"/attack/{_SCRIPT}", timeout=110)
     assert done.ok, done.stderr
     await asyncio.sleep(0.3)
     outcomes: dict[str, str] = json.loads(done.stdout)

@@ -1,145 +1,25 @@
-"""The proxy over real loopback sockets: TLS on both sides, on the loop that the daemon runs on.
-
-The client is raw bytes, so that nothing between it and the proxy is well-behaved by itself.
-"""
+"""What the proxy passes on, and what it refuses, over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import gc
 import os
 import ssl
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec
 
 import pytest
-import uvloop
 
-from dsecd.secrets.authority import Authority
-from dsecd.secrets.exchange import Timing
-from dsecd.secrets.proxy import Limits, Refusal, SandboxProxy, bind
-from dsecd.secrets.secret import Header, Secret
 from dsecd.secrets.upstream import Dialer, client_context
-from libdsec.errors import InvalidArgument, Unavailable
+from libdsec.errors import Unavailable
+from tests.unit.secrets_proxy_lab import (
+    GET,
+    OTHER,
+    head_and_body,
+    lab,
+    on_uvloop,
+)
 from tests.unit.secrets_upstream import BIG_BYTES, HOST, VALUE, Api
-
-Parameters = ParamSpec("Parameters")
-SECRET = Secret(HOST, (Header("Authorization", VALUE),))
-OTHER = Secret("other.example.com", (Header("X-Key", "another-secret-value"),))
-GET = "GET {} HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
-LIMITS = Limits(requests_burst=10_000)
-TIMING = Timing()
-# From its first loop on uvloop keeps a pipe for signals: it is no leak of a test
-with asyncio.Runner(loop_factory=uvloop.new_event_loop) as first:
-    first.run(asyncio.sleep(0))
-
-
-def on_uvloop(
-    test: Callable[Parameters, Coroutine[Any, Any, None]],
-) -> Callable[Parameters, None]:
-    """Run a test on the loop that the daemon has: TLS and closing are its own there."""
-
-    @functools.wraps(test)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(test(*args, **kwargs))
-
-    return run
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
-class Lab:
-    """A sandbox's proxy, the real name behind it, and clients."""
-
-    def __init__(self, directory: Path, limits: Limits, timing: Timing) -> None:
-        self.refusals: list[Refusal] = []
-        self.asked: list[str] = []
-        self.addresses: list[str] = ["127.0.0.1"]
-        world = Authority.load(directory / "world")
-        self.api = Api(world.context(HOST))
-        (directory / "world.pem").write_bytes(world.pem)
-        self.authority = Authority.load(directory / "daemon")
-        self._world, self._limits, self._timing = str(directory / "world.pem"), limits, timing
-        self.trust = ssl.create_default_context(cadata=self.authority.pem.decode())
-
-    async def open(self) -> None:
-        await self.api.start()
-        dialer = Dialer(client_context(self._world), port=self.api.port)
-        self.doors = [bind("127.0.0.1", 0, 0) for _ in range(2)]
-        self.proxy = SandboxProxy(
-            [SECRET, OTHER], self.doors, self.authority.context,
-            find=self._find, open_link=dialer.open, on_refusal=self.refusals.append,
-            limits=self._limits, timing=self._timing,
-        )  # fmt: skip
-        self.proxy.start()
-
-    async def _find(self, host: str) -> Sequence[str]:
-        self.asked.append(host)
-        return self.addresses
-
-    @contextlib.asynccontextmanager
-    async def connection(
-        self, plain: bool = False, name: str = HOST, door: int = 0
-    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        doors = self.doors[door]
-        port = (doors.plain if plain else doors.tls).getsockname()[1]
-        tls = {} if plain else {"ssl": self.trust, "server_hostname": name}
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, **tls)  # type: ignore[arg-type]
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    async def raw(self, request: bytes | str, plain: bool = False) -> bytes:
-        """Return all that comes back until the proxy closes."""
-        async with asyncio.timeout(10), self.connection(plain) as (reader, writer):
-            writer.write(request.encode() if isinstance(request, str) else request)
-            return await reader.read()
-
-    async def settled(self) -> None:
-        """Wait until no connection is served and the API has none."""
-        async with asyncio.timeout(10):
-            while self.proxy.connections or self.api.open:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def lab(
-    directory: Path, limits: Limits = LIMITS, timing: Timing = TIMING
-) -> AsyncIterator[Lab]:
-    """A lab that leaves no task and no descriptor."""
-    made = Lab(directory, limits, timing)
-    (await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)).close()  # libuv keeps a spare one
-    gc.collect()
-    tasks, files = len(asyncio.all_tasks()), descriptors()
-    await made.open()
-    try:
-        yield made
-    finally:
-        await made.proxy.close()
-        await made.proxy.close()
-        await made.api.close()
-    async with asyncio.timeout(5):
-        while len(asyncio.all_tasks()) > tasks or descriptors() > files:
-            gc.collect()
-            await asyncio.sleep(0.02)
-
-
-async def head_and_body(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Read one answer with Content-Length."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-    return head, await reader.readexactly(length)
-
 
 # --- what passes ----------------------------------------------------------------------------------
 
@@ -413,123 +293,3 @@ async def test_without_an_address_there_is_no_answer(tmp_path: Path) -> None:
         assert b"no address that the policy allows" in await it.raw(GET.format("/ok"))
         it.addresses = ["127.0.0.2", "127.0.0.1"]  # nobody is at the first
         assert b"yes" in await it.raw(GET.format("/ok").replace("HTTP/1.1", "HTTP/1.0"))
-
-
-# --- bounds and ends ------------------------------------------------------------------------------
-
-
-@on_uvloop
-async def test_clients_that_vanish_leave_nothing_upstream(tmp_path: Path) -> None:
-    async with lab(tmp_path) as it:
-        for path in ("/hang", "/big", "/events"):
-            async with it.connection() as (reader, writer):
-                writer.write(GET.format(path).encode())
-                if path != "/hang":
-                    await reader.read(10)
-                else:
-                    while not it.api.open:  # noqa: ASYNC110
-                        await asyncio.sleep(0.01)
-                writer.transport.abort()
-            if path == "/events":
-                it.api.release.set()
-            await it.settled()
-
-
-@on_uvloop
-async def test_a_head_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
-    timing = Timing(head_s=0.2, idle_s=0.4)
-    async with lab(tmp_path, timing=timing) as it:
-        for opening in (b"", b"GET / HT"):
-            begun = time.monotonic()
-            with contextlib.suppress(ConnectionError):
-                await it.raw(opening, plain=True)
-            assert time.monotonic() - begun < 2
-        await it.settled()
-
-
-@on_uvloop
-async def test_an_upstream_that_falls_silent_is_given_up(tmp_path: Path) -> None:
-    async with lab(tmp_path, timing=Timing(silence_s=0.3)) as it:
-        answer = await it.raw(GET.format("/hang"))
-        assert answer.startswith(b"HTTP/1.1 502 ")
-        assert b"it fell silent" in answer
-
-
-@on_uvloop
-async def test_connections_and_rate_are_bounded(tmp_path: Path) -> None:
-    limits = Limits(connections=4, requests_burst=12, requests_per_s=50)
-    async with lab(tmp_path, limits=limits) as it, contextlib.AsyncExitStack() as held:
-        for _ in range(4):
-            await held.enter_async_context(it.connection(plain=True))
-        reader, writer = await held.enter_async_context(it.connection(plain=True))
-        writer.write(GET.format("/ok").encode())
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await reader.read(1)
-        await asyncio.sleep(0.2)
-        assert it.proxy.connections == 4
-    async with lab(tmp_path, limits=limits) as it:
-        begun = time.monotonic()
-        for _ in range(20):  # each costs two
-            assert b"yes" in await it.raw(GET.format("/ok").replace("1.1", "1.0"), plain=True)
-        assert time.monotonic() - begun > 0.3
-
-
-@on_uvloop
-async def test_silent_handshakes_and_open_answers_end_with_the_sandbox(tmp_path: Path) -> None:
-    async with lab(tmp_path) as it, contextlib.AsyncExitStack() as held:
-        port = it.doors[0].tls.getsockname()[1]
-        for _ in range(5):  # TCP only
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            held.callback(writer.transport.abort)
-        for path in ("/hang", "/events", "/big"):
-            _, writer = await held.enter_async_context(it.connection())
-            writer.write(GET.format(path).encode())
-        while it.api.open < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await it.proxy.close()
-        assert it.proxy.connections == 0
-        it.api.release.set()
-
-
-@on_uvloop
-async def test_a_name_that_is_no_longer_allowed_is_cut_off(tmp_path: Path) -> None:
-    async with lab(tmp_path) as it:
-        async with it.connection() as (reader, writer):
-            writer.write(GET.format("/events").encode())
-            await reader.readuntil(b"data: 1\n\n")
-            it.proxy.replace([OTHER.host])
-            with contextlib.suppress(ConnectionError):
-                assert await reader.read() in (b"", b"\r\n")
-        it.api.release.set()
-        with contextlib.suppress(ConnectionError):
-            assert await it.raw(GET.format("/ok"), plain=True) == b""
-        assert len(it.api.seen) == 1
-        it.proxy.replace([HOST, OTHER.host])
-        assert b"yes" in await it.raw(GET.format("/ok").replace("1.1", "1.0"))
-
-
-@on_uvloop
-async def test_refusals_are_reported_up_to_a_rate(tmp_path: Path) -> None:
-    async with lab(tmp_path, limits=Limits(events_burst=3, events_per_s=0.0)) as it:
-        for _ in range(5):
-            await it.raw("TRACE / HTTP/1.1\r\nHost: api.example.com\r\n\r\n", plain=True)
-        assert len(it.refusals) == 3
-        assert "TRACE" in it.refusals[0].reason
-
-
-def test_an_address_that_is_taken_is_named() -> None:
-    doors = bind("127.0.0.1", 0, 0)
-    try:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1 port"):
-            bind("127.0.0.1", 0, doors.plain.getsockname()[1])
-    finally:
-        doors.close()
-
-
-def test_authorities_that_are_none_are_refused(tmp_path: Path) -> None:
-    for text in (None, "no certificate"):
-        if text:
-            (tmp_path / "x.pem").write_text(text)
-        with pytest.raises(InvalidArgument, match=r"secrets\.authorities"):
-            client_context(str(tmp_path / "x.pem"))
