@@ -10,6 +10,7 @@ from dsecd.config import Config
 from dsecd.host import probe
 from dsecd.host.apparmor import Profiles
 from dsecd.policy.apparmor import compile_profile
+from dsecd.policy.mechanisms import NEEDS
 
 
 class AppArmor:
@@ -21,7 +22,7 @@ class AppArmor:
         self.lost: set[str] = set()  # sandboxes that somebody took the profile from
 
     def start(self) -> None:
-        if probe.feature("apparmor").available:
+        if probe.has(NEEDS["apparmor"]):
             self._profiles = Profiles(self._prefix, self._cache)
             self._profiles.start()
 

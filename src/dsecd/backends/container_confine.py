@@ -63,15 +63,12 @@ class Confiner:
 
 def for_host() -> Confiner:
     """Return the confiner of this host; what it has is looked up once."""
+    has = {name: probe.has(NEEDS[name]) for name in ("landlock", "apparmor", "bpf_lsm")}
     return Confiner(
         masks.for_host(),
-        has_landlock=_has("landlock") and not (_has("apparmor") or _has("bpf_lsm")),
-        by_module=_has("bpf_lsm"),
+        has_landlock=has["landlock"] and not (has["apparmor"] or has["bpf_lsm"]),
+        by_module=has["bpf_lsm"],
     )
-
-
-def _has(mechanism: str) -> bool:
-    return all(probe.feature(row).available for row in NEEDS[mechanism])
 
 
 def _filter(system: SystemPolicy, *, guarded: bool) -> bytes:

@@ -22,6 +22,7 @@ from dsecd.host.lsmplaces import Search
 from dsecd.host.lsmpolicy import FilePolicies
 from dsecd.host.lsmtable import Table
 from dsecd.policy import globs, lsm
+from dsecd.policy.mechanisms import NEEDS
 from libdsec.errors import Unsupported
 
 
@@ -34,13 +35,9 @@ class FileRules:
         self._driver: TreeDriver | None = None
         self._cgroups: dict[str, int] = {}  # of bound containers
 
-    @property
-    def enforces(self) -> bool:
-        return self._policies is not None
-
     def start(self, driver: TreeDriver) -> None:
         """Load the programs, or take over those of the daemon before."""
-        if not all(probe.feature(row).available for row in ("bpf_lsm", "bpf_fs")):
+        if not probe.has(NEEDS["bpf_lsm"]):
             return
         bpf.ensure_bpf_fs(self._pins)
         level = netpolicy.sandbox_level(Path(driver.tree.parent))

@@ -33,6 +33,7 @@ from dsecd.host.netpolicy import Access, NetworkPolicies
 from dsecd.host.nettable import Denied, IpAddress
 from dsecd.host.network import Nat
 from dsecd.host.network_plane import DEFAULT_BLOCKED
+from dsecd.policy.mechanisms import NEEDS
 from dsecd.policy.rules import NetPolicy, opens_dns
 from dsecd.policy.table import compile_table
 from dsecd.resolver.sandbox import Refusal
@@ -63,19 +64,15 @@ class Networks:
         self._inherited: dict[int, list[tuple[IpAddress, netpolicy.Opening]]] = {}
         self._forgetting: asyncio.Task[None] | None = None
 
-    @property
-    def enforces(self) -> bool:
-        """Whether rules are enforced; where they are not, a container that has some is closed."""
-        return self._policies is not None
-
     # --- start and end --------------------------------------------------------------------------
 
     def start(self, driver: TreeDriver) -> None:
         """Load the programs, or take over those of the daemon before.
 
-        Living containers are recovered before `begin`.
+        Living containers are recovered before `begin`. Where the kernel enforces no rules, a
+        container that has some is closed.
         """
-        if not all(probe.feature(row).available for row in ("bpf_cgroup", "bpf_fs")):
+        if not probe.has(NEEDS["bpf_cgroup"]):
             return
         bpf.ensure_bpf_fs(self._pins)
         self._driver = driver
@@ -310,25 +307,26 @@ class Networks:
         let through by then, and no connection is left."""
         while self._inherited:
             await asyncio.sleep(FORGET_S)
-            for number, entries in list(self._inherited.items()):
-                names = self._bound[number].names
-                if names is None or names.diag is None:
-                    continue
+            for number in list(self._inherited):
                 try:
-                    busy = sockdiag.peers(names.diag)
+                    self._forget_idle(number)
                 except OSError as error:
                     logger.warning("cannot list connections: %s", error)
-                    continue
-                now, left = time.monotonic_ns(), []
-                for address, opening in entries:
-                    if opening.until_ns > now or address in busy:
-                        left.append((address, opening))
-                    elif self._policies is not None:
-                        self._policies.forget(number, address, opening.name)
-                if left:
-                    self._inherited[number] = left
-                else:
-                    del self._inherited[number]
+
+    def _forget_idle(self, number: int) -> None:
+        """Close those of one container that are over. Raises `OSError`."""
+        names = self._bound[number].names
+        assert self._policies is not None
+        if names is None or names.diag is None:
+            return
+        busy, now, left = sockdiag.peers(names.diag), time.monotonic_ns(), []
+        for address, opening in self._inherited.pop(number):
+            if opening.until_ns > now or address in busy:
+                left.append((address, opening))
+            else:
+                self._policies.forget(number, address, opening.name)
+        if left:
+            self._inherited[number] = left
 
 
 def _access(holding: Holding) -> Access:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,6 +83,11 @@ def probe() -> tuple[Feature, ...]:
 def feature(name: str) -> Feature:
     """Return one row. Raises `KeyError` for a name that is not in the table."""
     return {row.name: row for row in probe()}[name]
+
+
+def has(rows: Iterable[str]) -> bool:
+    """Say whether all of `rows` are available here: what a mechanism needs."""
+    return all(feature(row).available for row in rows)
 
 
 def missing(table: tuple[Feature, ...] | None = None) -> tuple[Feature, ...]:
