@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -180,7 +181,7 @@ def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
 @contextlib.contextmanager
 def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
     """Yield a directory with the guest's RAM disk and an empty disk."""
-    with tempfile.TemporaryDirectory(prefix="dsec-vm-", dir="/var/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="vm-test-", dir="/var/tmp") as name:
         scratch = Path(name)
         (scratch / "initrd").write_bytes(ram_disk(kernel, command))
         with (scratch / "disk").open("wb") as disk:
@@ -248,6 +249,8 @@ def main() -> int:
     if command is None:
         tests = ["-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=600", *(rest or _marked())]
         command = f"DSEC_TEST_PATIENCE=15 .venv/bin/python -m pytest {shlex.join(tests)}"
+    # ended from outside, it takes the guest and its files along
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return run(command, options.smt, options.memory_mb, options.timeout_s)
     except Failed as error:

@@ -13,7 +13,8 @@ import pytest
 
 from libdsec import model
 from libdsec.errors import NotFound, WrongState
-from tests.system.daemon import IMAGE, daemon, until
+from tests import leaks
+from tests.system.daemon import IMAGE, Daemon, daemon, until
 from tests.system.user_view import first_process
 
 pytestmark = pytest.mark.root
@@ -105,6 +106,34 @@ async def test_a_wrong_configuration_is_refused_with_a_hint() -> None:
         done = dsecd("--config", str(file))
         assert done.returncode == 2
         assert "did you mean limits.sandboxes" in done.stderr
+
+
+async def failed_start(d: Daemon) -> None:
+    """Start a daemon that finds out at its last step that it cannot run."""
+    file = d.root / "broken.toml"
+    text = d.config_file.read_text()
+    file.write_text(text.replace("[paths]", '[paths]\nspawner = "/nonexistent"', 1))
+    done = await asyncio.to_thread(dsecd, "--config", str(file))
+    assert done.returncode == 1
+    assert "/nonexistent" in done.stderr
+
+
+async def test_a_start_that_fails_leaves_nothing() -> None:
+    async with daemon() as d:
+        await d.end()
+        before = leaks.take(leaks.Scope(host=True, own=d.name))
+        await failed_start(d)
+        assert leaks.left_over(before, leaks.take(leaks.Scope(host=True, own=d.name))) == []
+
+
+async def test_a_start_that_fails_takes_nothing_from_sandboxes_that_live() -> None:
+    async with daemon() as d:
+        info = await (await d.client()).create("k", IMAGE)
+        assert await d.end(signal.SIGUSR2) == 0
+        await failed_start(d)
+        await d.start()
+        done = await (await d.client()).run(info.id, "head", "-n1", "/etc/group")
+        assert done.stdout == b"root:x:0:\n"
 
 
 async def test_logs_and_metrics_name_what_happened() -> None:

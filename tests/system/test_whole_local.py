@@ -57,16 +57,15 @@ class Host:
         mounts = LayerMounts(self.root / "run/layers", grace_s=0.0)
         mounts.start()
         layers = ContainerLayers(self.config, mounts)
-        await layers.start()
         try:
+            await layers.start()
             yield Daemon(layers, mounts)
         finally:
             if leave_nothing:
                 mounts.teardown()
             else:
                 mounts.close()
-            assert layers._blobd is not None
-            if layers._blobd._process is not None:
+            if layers._blobd is not None and layers._blobd._process is not None:
                 self.started.append(layers._blobd._process)
             await layers.close(leave_nothing)
 

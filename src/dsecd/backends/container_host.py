@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 
 from dsecd.backends import container_confine
@@ -64,35 +64,56 @@ class ContainerHost:
         self._limits = runtime / "raised-limits.json"
         self.shell_missing = "not looked for yet"  # why the platform has no shell, "" when it has
         self._shell = -1
+        # in the order of the start; each is told whether no sandbox lives
+        self._ends: list[Callable[[bool], Awaitable[None] | None]] = []
 
     async def start(self) -> None:
-        """Build and start everything but the pools. Raises `Unsupported` with what is missing."""
-        config = self._config
+        """Build and start everything but the pools. Raises `Unsupported` with what is missing.
+
+        What a failed start leaves is ended by `close`, which undoes what was begun, in reverse.
+        """
+        config, ends = self._config, self._ends
         sockets.mount(self._sandboxes)
+        ends.append(lambda idle: sockets.unmount(self._sandboxes) if idle else None)
         self._spool.mkdir(parents=True, exist_ok=True)
         self._spool.chmod(0o1733)  # every dsec-init puts files without a name here
+        ends.append(lambda idle: shared_limits.restore_limits(self._limits) if idle else None)
         shared_limits.raise_limits(self._limits)
-        self.mounts.start()
-        await self.layers.start()
         self.tree = tree.build(config.runtime)
+        ends.append(lambda idle: tree.remove(config.runtime) if idle else None)
+        ends.append(lambda idle: self.mounts.teardown() if idle else self.mounts.close())
+        self.mounts.start()
+        ends.append(lambda idle: self.uppers.teardown() if idle else self.uppers.close())
         self.uppers.start()
         self.disk_uppers = self.uppers.feature().available
+        # ends before the unmounts, which wait for reads under way, and those for an absent store
+        ends.append(self.layers.close)
+        await self.layers.start()
         pools = config.pools
         self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
+        ends.append(lambda _: self.driver.close())
         self.driver.start()
-        self.ranges = RangePool(pools.uid_range_start, pools.uid_range_count, pools.ranges)
-        self.netns = NetnsPool(pools.netns)
         self.nat = Nat(self._nat_config())
+        ends.append(lambda _: self.nat.shutdown())
+        self.ranges = RangePool(pools.uid_range_start, pools.uid_range_count, pools.ranges)
+        ends.append(lambda _: self.ranges.close())
+        self.netns = NetnsPool(pools.netns)
+        ends.append(lambda _: self.netns.close())
         self.networks = Networks(config, self.netns, self.nat)
+        ends.append(lambda idle: self.networks.close(leave_nothing=idle))
         self.networks.start(self.driver)
         self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
         self.confiner = container_confine.for_host()
         self.file_rules = FileRules(config.runtime / "bpf-files")
+        ends.append(lambda idle: self.file_rules.close(leave_nothing=idle))
         self.file_rules.start(self.driver)
+        ends.append(lambda _: self.apparmor.close())
         self.apparmor.start()
         self.template = self._make_template()
+        ends.append(lambda _: self._close_shell())
         self._open_shell()
         self.spawners = await self._start_spawners()
+        ends.append(lambda _: self.spawners.close())
 
     def _nat_config(self) -> NatConfig:
         config = self._config
@@ -123,6 +144,11 @@ class ContainerHost:
         except Unsupported as error:
             self.shell_missing = error.message
             logger.warning("sandboxes use their own shell: %s", error.message)
+
+    def _close_shell(self) -> None:
+        if self._shell >= 0:
+            os.close(self._shell)
+            self._shell = -1
 
     async def _start_spawners(self) -> SpawnerPool:
         paths, pools = self._config.paths, self._config.pools
@@ -232,34 +258,19 @@ class ContainerHost:
         return [*rows, self.uppers.feature(), own_shell]
 
     async def close(self, leave_nothing: bool) -> None:
-        """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours."""
-        if not hasattr(self, "spawners"):
-            return
+        """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours.
+
+        Also after a `start` that failed, when sandboxes of an earlier daemon may still live though
+        nobody has adopted them: their sockets tell.
+        """
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        await self.spawners.close()
-        if self._shell >= 0:
-            os.close(self._shell)
-            self._shell = -1
-        await self.networks.close(leave_nothing=leave_nothing)
-        self.file_rules.close(leave_nothing=leave_nothing)
-        await self.apparmor.close()
-        await self.netns.close()
-        await self.ranges.close()
-        await self.nat.shutdown()
-        await self.driver.close()
-        # before the unmounts, which wait for reads under way, and those for a store that is away
-        await self.layers.close(leave_nothing)
-        if leave_nothing:
-            self.uppers.teardown()
-            self.mounts.teardown()
-            tree.remove(self._config.runtime)
-            sockets.unmount(self._sandboxes)
-            shared_limits.restore_limits(self._limits)
-        else:
-            self.uppers.close()
-            self.mounts.close()
+        leave_nothing = leave_nothing and not any(self._sandboxes.glob("*"))
+        while self._ends:
+            ended = self._ends.pop()(leave_nothing)
+            if ended is not None:
+                await ended
 
 
 def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:
