@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,16 @@ from libdsec import (
     DSecContainerRunArgs,
     ImageConfig,
     ImportProgress,
-    Sandbox,
 )
 from libdsec.errors import AlreadyExists, CommandFailed, InvalidArgument, NotFound
-from tests.system.daemon import IMAGE, Daemon, daemon, until
+from tests.system.daemon import IMAGE, Daemon, until
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).parents[2]
 LIMITS: dict[str, Any] = {
     "memory_limit_mb": 256, "cpu_cores_limit": 1.0, "disk_limit_mb": 256, "network": "none",
 }  # fmt: skip
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
 
 
 def context(parent: Path, dockerfile: str, **files: str) -> Path:
@@ -51,12 +38,6 @@ def context(parent: Path, dockerfile: str, **files: str) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
     return root
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 async def names(client: DSecClient) -> set[str]:

@@ -7,30 +7,19 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, ImportProgress, Sandbox
 from libdsec.errors import DSecError, InvalidArgument, NotFound, Unavailable
-from tests.system.daemon import IMAGE, Daemon, daemon, until
+from tests.system.daemon import IMAGE, Daemon, until
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 FILES, SIZE = 300, 8192  # small files are read, not mapped, so that /proc/PID/io counts them
 WORKSPACE = "/workspace"
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
 
 
 def git(repository: Path, *words: str) -> str:
@@ -77,12 +66,6 @@ def git_toolkit(root: Path) -> str:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(word, target)
     return str(root)
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 def arguments(*toolkits: str, workspace: str = "workspace/w:1") -> DSecContainerRunArgs:

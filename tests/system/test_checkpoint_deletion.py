@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,11 @@ from dsecd.host import mountinfo, syscalls
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.errors import DSecError, NotFound
 from tests.system.daemon import IMAGE, Daemon, daemon
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 KINDS = ["memory", "disk"]
 MIB = 1 << 20
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
 
 
 def arguments(upper: str) -> DSecContainerRunArgs:
@@ -37,12 +25,6 @@ def arguments(upper: str) -> DSecContainerRunArgs:
         disk_limit_mb=128,
         memory_limit_mb=512,
     )
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 async def fill(sandbox: Sandbox, name: str) -> None:

@@ -12,14 +12,13 @@ import secrets
 import shutil
 import struct
 import subprocess
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from tests.system import tree_view
-from tests.system.daemon import IMAGE, Daemon, daemon, until
+from tests.system.daemon import IMAGE, Daemon, until
 from tests.system.spawner_lab import compile_c
 from tests.system.tree_view import Tree, difference, sandbox_view, without_times
 from tests.system.user_view import first_process
@@ -39,18 +38,6 @@ def dice() -> random.Random:
     seed = int(os.environ.get("DSEC_SEED", "0")) or secrets.randbelow(1 << 30) + 1
     print(f"DSEC_SEED={seed}")
     return random.Random(seed)
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
 
 
 class Model:

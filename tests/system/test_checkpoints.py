@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec import DSecClient, DSecContainerRunArgs
 from libdsec.errors import Exhausted, NotFound, WrongState
-from tests.system.daemon import IMAGE, Daemon, daemon
+from tests.system.daemon import IMAGE, Daemon
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 KINDS = ["memory", "disk"]
@@ -24,27 +24,9 @@ TREE = (
 )
 
 
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
-
-
 def arguments(upper: str = "memory", **more: object) -> DSecContainerRunArgs:
     options: dict[str, object] = {"upper": upper, "disk_limit_mb": 128, **more}
     return DSecContainerRunArgs(container_image=IMAGE, **options)  # type: ignore[arg-type]
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one CPU: there is nothing to hide")

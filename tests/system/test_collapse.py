@@ -8,7 +8,6 @@ import os
 import random
 import stat
 import struct
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from dsecd.images.stores.opening import open_store
 from libdsec import DSecClient, DSecContainerRunArgs, ImageConfig, ImportProgress, Sandbox
 from libdsec.errors import AlreadyExists, Exhausted, InvalidArgument, NotFound
 from tests.system.daemon import IMAGE, Daemon, daemon, make_rootfs
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 CAPABILITY = struct.pack("<IIIII", 0x02000001, 1 << 10, 0, 0, 0)  # cap_net_bind_service+ep
@@ -27,26 +27,8 @@ ATTRIBUTES = 7  # place in what is seen of a name
 View = dict[str, tuple[object, ...]]
 
 
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
-
-
 def arguments(image: str, **more: object) -> DSecContainerRunArgs:
     return DSecContainerRunArgs(container_image=image, disk_limit_mb=64, **more)  # type: ignore[arg-type]
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 async def inside(host: Daemon, sandbox: Sandbox) -> Path:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec import DSecClient, DSecContainerRunArgs
 from libdsec.errors import AlreadyExists, InvalidArgument, NotFound
-from tests.system.daemon import IMAGE, Daemon, daemon
+from tests.system.daemon import IMAGE, Daemon
+from tests.system.user_view import shell
 
 pytestmark = pytest.mark.root
 BASE = DSecContainerRunArgs(container_image=IMAGE, disk_limit_mb=64)
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
 
 
 def directory(parent: Path, name: str, **files: str) -> str:
@@ -35,12 +23,6 @@ def directory(parent: Path, name: str, **files: str) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content)
     return str(root)
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    done = await sandbox.run_shell(text)
-    assert done.exit_code == 0, done.stderr
-    return str(done.stdout)
 
 
 async def test_workspace_and_toolkits_are_stacked(client: DSecClient, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import random
 import re
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,14 @@ from cryptography.x509.oid import NameOID
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.errors import DSecError, NotFound
-from tests.system.daemon import IMAGE, Daemon, daemon, until
+from tests.system.daemon import IMAGE, Daemon, until
 from tests.system.spawner_lab import compile_c
 from tests.system.tree_view import difference, sandbox_view
-from tests.system.user_view import commands_on_host, first_process, lend_programs
+from tests.system.user_view import commands_on_host, first_process, lend_programs, shell
 
 pytestmark = pytest.mark.root
 ARGS = DSecContainerRunArgs(container_image=IMAGE, disk_limit_mb=64)
 BRANCHES = 5
-
-
-@pytest.fixture
-async def host() -> AsyncIterator[Daemon]:
-    async with daemon() as running:
-        yield running
-
-
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
-
-
-async def shell(sandbox: Sandbox, text: str) -> str:
-    return str((await sandbox.run_shell(text, check=True)).stdout)
 
 
 async def restored(client: DSecClient, box: Sandbox, name: str) -> Sandbox:
@@ -184,15 +167,17 @@ async def test_later_snapshots_lose_no_files(
     await box.files.upload(churn, "/churn")
     await shell(box, "mkdir /app")
     seed = random.randrange(1 << 30)
+    compared = 0
     for n in range(10):
         await shell(box, f"cd /app && /churn ops {seed + n} 80 1")
         before = await sandbox_view(first_process(host, box.id), "/app")
-        assert before
+        compared += len(before)  # now and then the last operations empty it
         again = await restored(client, box, f"snapshot/life:{n}")
         await box.stop()
         wrong = difference(await sandbox_view(first_process(host, again.id), "/app"), before)
         assert not wrong, (seed, n, wrong)
         box = again
+    assert compared > 50
     await box.stop()
 
 

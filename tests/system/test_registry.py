@@ -153,12 +153,6 @@ async def host() -> AsyncIterator[Daemon]:
         yield running
 
 
-@pytest.fixture
-async def client(host: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{host.socket}") as made:
-        yield made
-
-
 async def test_an_image_is_pulled_once_at_its_first_use(
     host: Daemon, client: DSecClient, pushed: str
 ) -> None:

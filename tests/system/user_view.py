@@ -15,6 +15,13 @@ from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from tests.system.daemon import IMAGE, Daemon, daemon
 
 
+async def shell(sandbox: Sandbox, text: str) -> str:
+    """Run a text that must succeed; return what it printed."""
+    done = await sandbox.run_shell(text)
+    assert done.exit_code == 0, done.stderr
+    return str(done.stdout)
+
+
 @dataclass
 class View:
     """A daemon, a client of it and one sandbox."""
