@@ -92,8 +92,9 @@ def test_a_round_is_bounded(
 def test_less_memory_never_asks_for_less(
     one: int, other: int, subjects: list[Subject], policy: Policy
 ) -> None:
-    more, less = decide(host(max(one, other)), subjects, policy), decide(
-        host(min(one, other)), subjects, policy
+    more, less = (
+        decide(host(max(one, other)), subjects, policy),
+        decide(host(min(one, other)), subjects, policy),
     )
     assert less.need_bytes >= more.need_bytes
     assert less.asked_bytes >= more.asked_bytes
