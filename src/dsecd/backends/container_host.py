@@ -28,6 +28,7 @@ from dsecd.host.network import Nat, NatConfig
 from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
+from dsecd.host.swap import Swap, Wanted
 from dsecd.host.upper import Uppers
 from dsecd.policy import capabilities, seccomp
 from dsecd.policy.guards import in_kernel_tree
@@ -57,6 +58,7 @@ class ContainerHost:
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.apparmor = AppArmor(config)
         self.disk_uppers = False
+        self.swap = Swap(_wanted(config), runtime / "swap.json", state)
         self._keeper: asyncio.Task[None] | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
@@ -89,6 +91,8 @@ class ContainerHost:
         # ends before the unmounts, which wait for reads under way, and those for an absent store
         ends.append(self.layers.close)
         await self.layers.start()
+        ends.append(self.swap.close)
+        self.swap.start()  # before the driver, which looks whether there is swap
         pools = config.pools
         self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
         ends.append(lambda _: self.driver.close())
@@ -255,7 +259,13 @@ class ContainerHost:
             reason=self.shell_missing or "a static bash, run by descriptor",
             needed_for="sessions, run_shell and verify without the sandbox's own shell",
         )
-        return [*rows, self.uppers.feature(), own_shell]
+        own_swap = Feature(
+            name="reclaim_swap",
+            available=bool(self.swap.path),
+            reason=self.swap.remark,
+            needed_for="swap of dsecd's own for the memory of idle sandboxes",
+        )
+        return [*rows, self.uppers.feature(), own_shell, own_swap]
 
     async def close(self, leave_nothing: bool) -> None:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours.
@@ -279,6 +289,13 @@ def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:
         slots.release(slot)
 
     return give_back
+
+
+def _wanted(config: Config) -> Wanted:
+    reclaim = config.reclaim
+    return Wanted(
+        kind=reclaim.swap, size_bytes=reclaim.swap_mb << 20, algorithm=reclaim.swap_algorithm
+    )
 
 
 def _binary(configured: str, name: str) -> str:
