@@ -22,10 +22,8 @@ HELD = 48 * MIB
 ALWAYS = {"when": "always", "trim_after_s": 1.0, "period_s": 0.5, "pause_after_s": 0.0}
 ZRAM = {"swap": "zram", "swap_mb": 256}
 
-pytestmark = [
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
-    pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there"),
-]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 
 async def metrics(client: WireClient, name: str) -> Metrics:
@@ -61,6 +59,8 @@ async def swapped(client: WireClient, name: str, at_least: int, wait_s: float = 
     raise AssertionError(f"only {found.memory_swapped_bytes >> 20} MiB were paged out: {found}")
 
 
+@pytest.mark.vm
+@needs_zram
 async def test_an_idle_sandbox_gives_its_memory_and_gets_it_back() -> None:
     async with daemon(reclaim=ZRAM | ALWAYS) as made:
         client = await made.client()
@@ -94,6 +94,7 @@ async def test_without_swap_anonymous_memory_stays_and_is_not_asked_for_again() 
         assert made.log().count('"trim"') == 1
 
 
+@needs_zram
 async def test_swap_outlives_a_killed_daemon_and_goes_with_the_last_sandbox() -> None:
     async with daemon(reclaim=ZRAM) as made:
         client = await made.client()
@@ -114,6 +115,7 @@ def ours(made: Daemon) -> list[str]:
     return [path for path in swap.active(FILES) if record and swap.identity(path) == record.uuid]
 
 
+@pytest.mark.vm
 async def test_accounting_shows_shared_memory_and_pressure() -> None:
     async with daemon() as made:
         client = await made.client()

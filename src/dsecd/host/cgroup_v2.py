@@ -57,6 +57,15 @@ class UnifiedDriver(TreeDriver):
         self._swap = self._swap or self.files.exists(f"{cgroup.path}/memory.swap.max")
         return cgroup
 
+    def find(self, sandbox_id: str) -> SandboxCgroup | None:
+        cgroup = super().find(sandbox_id)
+        if cgroup is not None:
+            swap = f"{cgroup.path}/memory.swap.max"
+            self._swap = self._swap or self.files.exists(swap)
+            if self._swap:
+                self.files.write(swap, "0")  # a daemon killed during `trim` left it open
+        return cgroup
+
     def limits(
         self, target: Slot | SandboxCgroup, memory_bytes: int, cpu_cores: float, pids: int
     ) -> tuple[FileWrite, ...]:
