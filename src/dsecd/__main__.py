@@ -105,7 +105,7 @@ def run(config: Config, keep: bool, step: Step = no_step) -> int:
 
     raise_open_files()
     if not protect_from_oom():
-        logger.info("the daemon is no safer from the OOM killer than others (oom_score_adj)")
+        logger.debug("the daemon is no safer from the OOM killer than others (oom_score_adj)")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, keep or config.stop.keep, step))
 

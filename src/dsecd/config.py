@@ -179,6 +179,7 @@ class Reclaim(_Section, frozen=True):
     swap: Literal["auto", "zram", "file", "off"] = "auto"
     swap_mb: int = 0
     swap_algorithm: str = ""
+    damon: bool = False
 
 
 class Stop(_Section, frozen=True):

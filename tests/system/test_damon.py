@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,15 +14,15 @@ pytestmark = [pytest.mark.vm, pytest.mark.skipif(os.geteuid() != 0, reason="need
 
 
 @pytest.mark.parametrize("pids", [(), (os.getpid(),)])
-def test_a_kdamond_is_made_and_leaves_nothing(pids: tuple[int, ...]) -> None:
+def test_a_kdamond_is_made_and_leaves_nothing(pids: tuple[int, ...], tmp_path: Path) -> None:
     """With a scheme that finds nothing: memory that is cold for an hour."""
-    files, damon = KernelFiles(), Damon()
+    files, damon = KernelFiles(), Damon(tmp_path / "pid")
     if reason := damon.missing():
         pytest.skip(reason)
     damon.start(Scheme(pids=pids, cold_s=3600.0, low=1000))
     try:
         assert damon.ours
-        assert Damon().missing().startswith("1 kdamonds")
+        assert Damon(tmp_path / "other").missing().startswith("1 kdamonds")
         assert damon.reclaimed_bytes() == 0
     finally:
         damon.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from pathlib import Path
 
 import pytest
 
@@ -34,16 +35,21 @@ class Recorder(KernelFiles):
             self.numbers[f"{ADMIN}/0/pid"] = 4711
 
 
-def test_a_kdamond_that_is_there_is_never_touched() -> None:
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    return tmp_path / "damon.pid"
+
+
+def test_a_kdamond_that_is_there_is_never_touched(record: Path) -> None:
     files = Recorder(kdamonds=1)
     with pytest.raises(Unsupported, match="not ours"):
-        Damon(files).start(Scheme())
+        Damon(record, files).start(Scheme())
     assert files.written == []
 
 
-def test_one_that_somebody_else_put_in_the_place_of_ours_is_left_alone() -> None:
+def test_one_that_somebody_else_put_in_the_place_of_ours_is_left_alone(record: Path) -> None:
     files = Recorder()
-    damon = Damon(files)
+    damon = Damon(record, files)
     damon.start(Scheme())
     files.numbers[f"{ADMIN}/0/pid"] = 4712
     files.written.clear()
@@ -54,18 +60,28 @@ def test_one_that_somebody_else_put_in_the_place_of_ours_is_left_alone() -> None
     assert files.written == []
 
 
-def test_so_is_a_list_that_has_grown() -> None:
+def test_a_later_daemon_knows_it_again(record: Path) -> None:
     files = Recorder()
-    damon = Damon(files)
+    Damon(record, files).start(Scheme())
+    later = Damon(record, files)
+    assert later.ours
+    later.stop()
+    assert not record.exists()
+    assert not Damon(record, files).ours
+
+
+def test_so_is_a_list_that_has_grown(record: Path) -> None:
+    files = Recorder()
+    damon = Damon(record, files)
     damon.start(Scheme())
     files.numbers[f"{ADMIN}/nr_kdamonds"] = 2
     with pytest.raises(WrongState):
         damon.stop()
 
 
-def test_start_and_stop_leave_the_list_as_it_was() -> None:
+def test_start_and_stop_leave_the_list_as_it_was(record: Path) -> None:
     files = Recorder()
-    damon = Damon(files)
+    damon = Damon(record, files)
     damon.start(Scheme())
     assert damon.ours
     files.numbers[f"{ADMIN}/0/contexts/0/schemes/0/stats/sz_applied"] = 8192
@@ -76,16 +92,16 @@ def test_start_and_stop_leave_the_list_as_it_was() -> None:
     assert not damon.ours
 
 
-def test_what_the_kernel_cannot_watch_is_refused_and_undone() -> None:
+def test_what_the_kernel_cannot_watch_is_refused_and_undone(record: Path) -> None:
     files = Recorder()
     files.refused = "operations"
     with pytest.raises(Unsupported, match="processes"):
-        Damon(files).start(Scheme(pids=(7,)))
+        Damon(record, files).start(Scheme(pids=(7,)))
     assert files.written[-1] == ("nr_kdamonds", "0")
 
 
-def test_a_kernel_without_damon_says_so() -> None:
-    assert "CONFIG_DAMON_SYSFS" in Damon(Recorder(kdamonds=None)).missing()
+def test_a_kernel_without_damon_says_so(record: Path) -> None:
+    assert "CONFIG_DAMON_SYSFS" in Damon(record, Recorder(kdamonds=None)).missing()
 
 
 def test_counts_come_before_what_they_make() -> None:

@@ -22,6 +22,7 @@ from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.backends.container_secrets import Secrets
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, shell, sockets, spawner, tree
+from dsecd.host.damon import Damon, Scheme
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
@@ -57,6 +58,7 @@ class ContainerHost:
         self.layers = ContainerLayers(config, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.apparmor = AppArmor(config)
+        self.damon = Damon(runtime / "damon.pid")
         self.disk_uppers = False
         self.swap = Swap(_wanted(config), runtime / "swap.json", state)
         self._keeper: asyncio.Task[None] | None = None
@@ -93,6 +95,8 @@ class ContainerHost:
         await self.layers.start()
         ends.append(self.swap.close)
         self.swap.start()  # before the driver, which looks whether there is swap
+        ends.append(self._stop_damon)
+        self._start_damon()
         pools = config.pools
         self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
         ends.append(lambda _: self.driver.close())
@@ -140,6 +144,22 @@ class ContainerHost:
             caps=capabilities.mask(),
             trace=self._config.log.level == "debug",
         )
+
+    def _start_damon(self) -> None:
+        """Have the kernel page out cold memory if the operator wants that and nobody else does."""
+        wanted = self._config.reclaim.damon
+        if self.damon.ours or not wanted:
+            if not wanted:
+                self._stop_damon(True)
+            return
+        try:
+            self.damon.start(Scheme())
+        except Unsupported as error:
+            logger.warning("reclaim.damon has no effect: %s", error.message)
+
+    def _stop_damon(self, idle: bool) -> None:
+        if idle and self.damon.ours:
+            self.damon.stop()
 
     def _open_shell(self) -> None:
         try:

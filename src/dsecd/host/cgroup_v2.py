@@ -63,7 +63,8 @@ class UnifiedDriver(TreeDriver):
             swap = f"{cgroup.path}/memory.swap.max"
             self._swap = self._swap or self.files.exists(swap)
             if self._swap:
-                self.files.write(swap, "0")  # a daemon killed during `trim` left it open
+                with suppress(OSError):  # it ends just now
+                    self.files.write(swap, "0")  # a daemon killed during `trim` left it open
         return cgroup
 
     def limits(

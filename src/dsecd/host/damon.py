@@ -8,7 +8,9 @@ what somebody else has set up since is theirs.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsecd.host.kernelfs import KernelFiles
 from libdsec.errors import Unsupported, WrongState
@@ -34,11 +36,17 @@ class Scheme:
 
 
 class Damon:
-    """The one kdamond, if it is ours. Methods raise `OSError` as sysfs answers."""
+    """The one kdamond, if it is ours. Methods raise `OSError` as sysfs answers.
 
-    def __init__(self, files: KernelFiles | None = None) -> None:
-        self._files = files or KernelFiles()
+    `record` keeps the pid of its thread, by which a later daemon knows it again; a reboot empties
+    its directory.
+    """
+
+    def __init__(self, record: Path, files: KernelFiles | None = None) -> None:
+        self._files, self._record = files or KernelFiles(), record
         self._pid = 0  # of our kdamond's thread; 0: none is ours
+        with contextlib.suppress(OSError, ValueError):
+            self._pid = int(record.read_text())
 
     def missing(self) -> str:
         """Return why none can be made now, "" when one can."""
@@ -62,6 +70,7 @@ class Damon:
                 write(f"{ADMIN}/0/{path}", value)
             write(f"{ADMIN}/0/state", "on")
             self._pid = self._files.number(f"{ADMIN}/0/pid")
+            self._record.write_text(str(self._pid))
         except OSError as error:
             write(f"{ADMIN}/nr_kdamonds", "0")
             what = "processes" if scheme.pids else "physical memory"
@@ -93,6 +102,7 @@ class Damon:
         self._files.write(f"{ADMIN}/0/state", "off")
         self._files.write(f"{ADMIN}/nr_kdamonds", "0")
         self._pid = 0
+        self._record.unlink(missing_ok=True)
 
     def _check(self) -> None:
         if not self.ours:
