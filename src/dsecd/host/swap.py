@@ -198,16 +198,6 @@ class Swap:
         self.path = ""
         self._record.unlink(missing_ok=True)
 
-    def numbers(self) -> dict[str, float]:
-        """Return what ours holds, for metrics: bytes paged out, and the memory they take."""
-        if not self.path:
-            return {}
-        found = {"used": float(active(self._files).get(self.path, 0))}
-        if self.path.startswith("/dev/zram"):
-            number = int(self.path.removeprefix("/dev/zram"))
-            found["compressed"] = float(zram.compressed_bytes(self._files, number))
-        return found
-
     def _load(self) -> Record | None:
         try:
             return msgspec.json.decode(self._record.read_bytes(), type=Record)

@@ -70,11 +70,3 @@ def numbers() -> list[int]:
     """Return the devices there are, anybody's."""
     found = [path.name.removeprefix("zram") for path in Path(BLOCK).glob("zram*")]
     return sorted(int(text) for text in found if text.isdigit())
-
-
-def compressed_bytes(files: KernelFiles, number: int) -> int:
-    """Return the memory that a device takes (mm_stat, third field); 0 when it is gone."""
-    try:
-        return int(files.read(f"{BLOCK}/zram{number}/mm_stat").split()[2])
-    except (OSError, IndexError):
-        return 0
