@@ -31,6 +31,8 @@ from libdsec.model_policy import PolicySummary as PolicySummary
 from libdsec.model_policy import PolicyTest as PolicyTest
 from libdsec.model_policy import SandboxPolicy as SandboxPolicy
 from libdsec.model_policy import UpdateNetwork as UpdateNetwork
+from libdsec.model_usage import HostStats as HostStats
+from libdsec.model_usage import Metrics as Metrics
 from libdsec.model_verify import KeptPath as KeptPath
 from libdsec.model_verify import KeptWarning as KeptWarning
 from libdsec.model_verify import Record as Record
@@ -188,24 +190,6 @@ class SetTimeout(_Args):
     ttl_running_stop: float | None
 
 
-class Metrics(_Info):
-    """Resource use of one sandbox. Limits repeat what was granted."""
-
-    memory_bytes: int = 0
-    memory_limit_bytes: int = 0
-    cpu_usage_s: float = 0.0
-    cpu_limit: float = 0.0
-    pids: int = 0
-    pids_limit: int = 0
-    disk_bytes: int = 0
-    disk_limit_bytes: int = 0
-    oom_kills: int = 0
-    rx_bytes: int = 0
-    tx_bytes: int = 0
-    denied: int = 0  # calls, packets and sockets that the network policy refused
-    uptime_s: float = 0.0
-
-
 class Event(_Info):
     """An item of op `events.subscribe` (args `EventFilter`): something happened to a sandbox.
 
@@ -234,21 +218,6 @@ class Feature(_Info):
     available: bool
     reason: str = ""
     needed_for: str = ""
-
-
-class HostStats(_Info):
-    """op `host.stats`: what the daemon holds and how much it may still take."""
-
-    node: str = ""
-    version: str = ""
-    uptime_s: float = 0.0
-    sandboxes: int = 0
-    sandboxes_max: int = 0
-    memory_total_bytes: int = 0
-    memory_available_bytes: int = 0
-    memory_requested_bytes: int = 0
-    cpus: int = 0
-    cpu_requested: float = 0.0
 
 
 # --- commands (op target = sandbox id; answered by dsec-init through dsecd) --------------------

@@ -76,7 +76,7 @@ for place in /tmp /var/tmp /var/lib/dsec; do
 done
 mkdir -p {checkout}
 mount --bind /run/checkout {checkout}
-modprobe -a erofs loop btrfs
+modprobe -a erofs loop btrfs zram
 cd {checkout}
 ( {command} )
 echo "{exit}$?"

@@ -47,6 +47,8 @@ uid_range_count = {UID_RANGES}
 [network]
 pool4 = "10.{230 + serial}.0.0/16"
 pool6 = "fd5d:ec:{serial + 1:x}::/64"
+[reclaim]
+swap = "off"
 """
 
 

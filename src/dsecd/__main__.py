@@ -28,7 +28,7 @@ from dsecd.config import Config
 from dsecd.engine.manager import Step, no_step
 from dsecd.engine.policies import Policies
 from dsecd.host import probe
-from dsecd.host.vitals import Vitals, raise_open_files
+from dsecd.host.vitals import Vitals, protect_from_oom, raise_open_files
 from dsecd.service import Service
 from libdsec.errors import DSecError, InvalidArgument
 
@@ -104,6 +104,8 @@ def run(config: Config, keep: bool, step: Step = no_step) -> int:
     import uvloop
 
     raise_open_files()
+    if not protect_from_oom():
+        logger.debug("the daemon is no safer from the OOM killer than others (oom_score_adj)")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, keep or config.stop.keep, step))
 

@@ -162,6 +162,26 @@ class Limits(_Section, frozen=True):
     disk_headroom_mb: int = 1024
 
 
+class Reclaim(_Section, frozen=True):
+    """How idle sandboxes give memory back (docs/density.md). Times 0: never.
+
+    `target_percent`: of the host's memory, what may be in use. `swap_mb` 0: half of the host's
+    memory; `swap_algorithm` "": the kernel's choice.
+    """
+
+    when: Literal["pressure", "always", "off"] = "pressure"
+    target_percent: float = 85.0
+    period_s: float = 5.0
+    trim_after_s: float = 30.0
+    pause_after_s: float = 600.0
+    rest_s: float = 60.0
+    reserve_new_mb: int = 16
+    swap: Literal["auto", "zram", "file", "off"] = "auto"
+    swap_mb: int = 0
+    swap_algorithm: str = ""
+    damon: bool = False
+
+
 class Stop(_Section, frozen=True):
     """`keep`: SIGTERM leaves the sandboxes running for the next daemon (SIGUSR2 always does)."""
 
@@ -187,6 +207,7 @@ class Config(_Section, frozen=True):
     store: Store = Store()
     cache: Cache = Cache()
     limits: Limits = Limits()
+    reclaim: Reclaim = Reclaim()
     stop: Stop = Stop()
 
     @property
@@ -273,10 +294,25 @@ def _check(config: Config) -> None:
         )
     if pools.uid_range_start + pools.uid_range_count * RANGE_SIZE > 1 << 32:
         raise InvalidArgument("uid ranges pass 2^32", field="pools.uid_range_count")
+    _check_reclaim(config.reclaim)
     for section, key in _POSITIVE:
         if getattr(getattr(config, section), key) <= 0:
             raise InvalidArgument(f"{section}.{key} must be above 0", field=f"{section}.{key}")
     _check_tcp(config.listen)
+
+
+def _check_reclaim(reclaim: Reclaim) -> None:
+    if not 1 <= reclaim.target_percent <= 100:
+        raise InvalidArgument(
+            "reclaim.target_percent must be from 1 to 100", field="reclaim.target_percent"
+        )
+    for key in ("trim_after_s", "pause_after_s", "reserve_new_mb", "swap_mb"):
+        if getattr(reclaim, key) < 0:
+            raise InvalidArgument(f"reclaim.{key} must not be below 0", field=f"reclaim.{key}")
+    if reclaim.swap == "file" and not reclaim.swap_mb:
+        raise InvalidArgument(
+            'reclaim.swap = "file" needs reclaim.swap_mb, its size', field="reclaim.swap_mb"
+        )
 
 
 _POSITIVE = (
@@ -289,6 +325,8 @@ _POSITIVE = (
     ("listen", "calls_per_connection"),
     ("listen", "connections"),
     ("pools", "uid_range_count"),
+    ("reclaim", "period_s"),
+    ("reclaim", "rest_s"),
 )
 
 

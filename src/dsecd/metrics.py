@@ -152,6 +152,9 @@ class Registry:
         self.calls = Counter("dsec_calls_total", "Calls received, by operation.", "op")
         self.commands = Counter("dsec_commands_total", "Commands started in sandboxes.")
         self.errors = Counter("dsec_call_errors_total", "Calls that failed, by code.", "code")
+        self.reclaims = Counter("dsec_reclaims_total", "Sandboxes asked for memory.", "action")
+        self.reclaim_asked = Counter("dsec_reclaim_asked_bytes_total", "What they were asked for.")
+        self.reclaim_freed = Counter("dsec_reclaim_freed_bytes_total", "What they gave.")
         self.events_dropped = Counter(
             "dsec_events_dropped_total", "Events not delivered to slow subscribers."
         )

@@ -69,4 +69,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     tasks: int
     tasks_max: int
     disk_free_bytes: int = 1 << 62
+    swap_total_bytes: int = 0
+    swap_free_bytes: int = 0
     critical: str = ""

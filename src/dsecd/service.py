@@ -21,6 +21,7 @@ from dsecd.config import Config
 from dsecd.engine.admission import Host
 from dsecd.engine.journal import Journal
 from dsecd.engine.manager import Manager, Step, no_step
+from dsecd.engine.reclaiming import Reclaimer
 from dsecd.engine.recovery import recover
 from dsecd.metrics import BLOBD, Exposition, Registry
 from libdsec.errors import Unavailable
@@ -74,6 +75,7 @@ class Service:
         ]
         self.manager: Manager
         self.server: Server
+        self.reclaimer: Reclaimer
         self._metrics: Exposition | None = None
 
     async def start(self) -> None:
@@ -93,6 +95,9 @@ class Service:
             await self.backend.start(manager)
             self._gauges()
             kept, freed = await recover(manager)
+            self.reclaimer = Reclaimer(manager, config.reclaim)
+            self.reclaimer.start()
+            undo.push_async_callback(self.reclaimer.close)
             self.server = Server(config, manager, self.gatekeeper)
             await self.server.start()
             undo.push_async_callback(self.server.close)
@@ -124,12 +129,24 @@ class Service:
             "dsec_memory_requested_bytes", "Memory limits of live sandboxes.", "",
             lambda: {"": float(manager.admission.memory_requested)},
         )  # fmt: skip
+        registry.gauge(
+            "dsec_overcommit_ratio", "What sandboxes asked for by what the host has.", "resource",
+            lambda: {
+                "memory": manager.admission.memory_overcommit,
+                "cpu": manager.admission.cpu_overcommit,
+            },
+        )  # fmt: skip
+        registry.gauge(
+            "dsec_reclaim_need_bytes", "Memory above the target at the last look.", "",
+            lambda: {"": float(self.reclaimer.need_bytes)},
+        )  # fmt: skip
         registry.foreign(BLOBD, self.backend.layers().stats)
 
     async def close(self, keep: bool) -> None:
         """End the daemon; with `keep` the sandboxes go on and wait for the next one."""
         log.event(logger, logging.INFO, "stopping", keep=keep)
         server = asyncio.ensure_future(self.server.close())
+        await self.reclaimer.close()
         try:
             await self.manager.close(keep)
         finally:

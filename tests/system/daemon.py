@@ -92,6 +92,8 @@ class Daemon:
                 "resolvers": ["192.0.2.53"],
             },
             "limits": {"disk_headroom_mb": 64, "unclaimed_grace_s": 1.0},
+            # swap belongs to the whole host: only tests of it make any
+            "reclaim": {"swap": "off"},
         }  # fmt: skip
         binaries = os.environ.get("DSEC_TEST_BINARIES")  # a directory, e.g. of sanitised builds
         for program in ("spawner", "init") if binaries else ():

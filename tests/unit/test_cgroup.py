@@ -422,3 +422,32 @@ async def test_half_made_slot_is_undone_and_half_left_one_completed(
     await until(lambda: driver.slots.ready == 1)
     assert (hybrid.root / "pids/dsec-test/slot-7/pids.max").exists()
     await driver.close()
+
+
+def test_v2_trim_opens_swap_only_while_it_reclaims(v2: TwinFiles) -> None:
+    driver = UnifiedDriver(v2, str(v2.root), "dsec")
+    driver.prepare()
+    cgroup = driver.make("s0-n0-1-abcd", 1000)
+    cgroup.close()
+    for code in (0, errno.EAGAIN):  # as much as was asked for, or less
+        v2.fail = {"memory.reclaim": code} if code else {}
+        v2.writes.clear()
+        driver.trim(cgroup, 4096)
+        done = [(Path(path).name, value) for path, value in v2.writes]
+        assert done[0] == ("memory.swap.max", "max")
+        assert done[-1] == ("memory.swap.max", "0")
+    v2.fail = {"memory.reclaim": errno.EINVAL}
+    v2.writes.clear()
+    with pytest.raises(OSError, match="Invalid"):
+        driver.trim(cgroup, 4096)
+    assert v2.writes[-1][1] == "0"
+
+
+def test_v2_a_trim_cut_by_a_kill_leaves_no_swap_to_a_sandbox(v2: TwinFiles) -> None:
+    driver = UnifiedDriver(v2, str(v2.root), "dsec")
+    driver.prepare()
+    driver.make("s0-n0-1-abcd", 1000).close()
+    path = v2.root / "dsec/s0-n0-1-abcd/memory.swap.max"
+    path.write_text("max")
+    assert UnifiedDriver(v2, str(v2.root), "dsec").find("s0-n0-1-abcd") is not None
+    assert path.read_text() == "0"

@@ -225,6 +225,11 @@ class Operations:
             memory_requested_bytes=admission.memory_requested,
             cpus=admission.host.cpus,
             cpu_requested=round(admission.cpu_requested, 3),
+            swap_total_bytes=reading.swap_total_bytes,
+            swap_free_bytes=reading.swap_free_bytes,
+            memory_overcommit=round(admission.memory_overcommit, 4),
+            cpu_overcommit=round(admission.cpu_overcommit, 4),
+            reclaim_need_bytes=admission.above_target_bytes(),
         )
 
     async def layer_list(self, call: LocalCall, args: msgspec.Raw) -> list[model.LayerInfo]:

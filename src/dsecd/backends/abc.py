@@ -80,6 +80,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     files_ruled: int = 0  # and that one with rules for its network costs beyond
+    trim: bool = False  # pages out memory of running sandboxes
     secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()
@@ -88,7 +89,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What a sandbox uses now."""
 
-    memory_bytes: int = 0
+    memory_bytes: int = 0  # charged to it: its own
+    memory_shared_bytes: int = 0  # its share of pages that others map, too
+    memory_swapped_bytes: int = 0
+    stalled: Mapping[str, float] = {}  # cpu, memory, io: percent of 10 s in which a task waited
     cpu_usage_s: float = 0.0
     pids: int = 0
     oom_kills: int = 0
@@ -97,6 +101,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     rx_bytes: int = 0
     tx_bytes: int = 0
     denied: int = 0  # by the network policy: calls, packets, sockets
+
+
+class Warmth(msgspec.Struct, frozen=True, kw_only=True):
+    """What reclaim asks of many sandboxes in a row: cheap to read."""
+
+    memory_bytes: int
+    cpu_usage_s: float
+    memory_stalled: float = 0.0  # percent of 10 s
 
 
 class Call(Protocol):
@@ -222,6 +234,12 @@ class Backend(Protocol):
         """Remove left-overs of sandboxes not in `known`; return what was removed, for the log."""
 
     async def usage(self, handle: Handle) -> Usage: ...
+
+    def warmth(self, handle: Handle) -> Warmth: ...
+
+    async def trim(self, handle: Handle, want_bytes: int) -> int:
+        """Page out the coldest memory of a sandbox, which goes on running, or stays as frozen as
+        it is. Returns how many bytes were freed, which without swap may be few."""
 
     def oom_kills(self, handle: Handle) -> int:
         """A cheap counter read."""

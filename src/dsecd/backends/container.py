@@ -16,8 +16,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from dsecd.backends import abc, container_pack
-from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
+from dsecd.backends import abc, container_pack, container_usage
+from dsecd.backends.abc import (
+    Capabilities,
+    Handle,
+    Instance,
+    Layers,
+    Listener,
+    Save,
+    Usage,
+    Warmth,
+)
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Held, Holding
@@ -34,7 +43,6 @@ from dsecd.backends.container_plan import (
     runtime_dir,
 )
 from dsecd.backends.container_roots import branch
-from dsecd.backends.container_usage import measure
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import processes
@@ -63,7 +71,7 @@ class ContainerBackend:
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, secrets=True,
-            files_each=5, files_ruled=5,
+            files_each=5, files_ruled=5, trim=True,
             # where the probe finds what they need
             mechanisms=(
                 "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_lsm", "bpf_cgroup",
@@ -428,7 +436,13 @@ class ContainerBackend:
     # --- asked from outside ---------------------------------------------------------------------
 
     async def usage(self, handle: Handle) -> Usage:
-        return await measure(self._host, self._holdings[handle.sandbox])
+        return await container_usage.measure(self._host, self._holdings[handle.sandbox])
+
+    def warmth(self, handle: Handle) -> Warmth:
+        return container_usage.warmth(self._host, self._holdings[handle.sandbox])
+
+    async def trim(self, handle: Handle, want_bytes: int) -> int:
+        return await container_usage.trim(self._host, self._holdings[handle.sandbox], want_bytes)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host

@@ -22,12 +22,14 @@ from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
 from dsecd.backends.container_secrets import Secrets
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, shell, sockets, spawner, tree
+from dsecd.host.damon import Damon, Scheme
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
 from dsecd.host.network import Nat, NatConfig
 from dsecd.host.plan import Bind, DestroyPlan
 from dsecd.host.ranges import RangePool
 from dsecd.host.spawner import SpawnerPool
+from dsecd.host.swap import Swap, Wanted
 from dsecd.host.upper import Uppers
 from dsecd.policy import capabilities, seccomp
 from dsecd.policy.guards import in_kernel_tree
@@ -56,7 +58,9 @@ class ContainerHost:
         self.layers = ContainerLayers(config, self.mounts)
         self.uppers = Uppers(state / "upper", runtime / "upper")
         self.apparmor = AppArmor(config)
+        self.damon = Damon(runtime / "damon.pid")
         self.disk_uppers = False
+        self.swap = Swap(_wanted(config), runtime / "swap.json", state)
         self._keeper: asyncio.Task[None] | None = None
         self._cpu_binds: dict[int, tuple[Bind, ...]] = {}
         self.cpu_load = CpuLoad(tuple(sorted(os.sched_getaffinity(0))))
@@ -89,6 +93,10 @@ class ContainerHost:
         # ends before the unmounts, which wait for reads under way, and those for an absent store
         ends.append(self.layers.close)
         await self.layers.start()
+        ends.append(self.swap.close)
+        self.swap.start()  # before the driver, which looks whether there is swap
+        ends.append(self._stop_damon)
+        self._start_damon()
         pools = config.pools
         self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
         ends.append(lambda _: self.driver.close())
@@ -136,6 +144,22 @@ class ContainerHost:
             caps=capabilities.mask(),
             trace=self._config.log.level == "debug",
         )
+
+    def _start_damon(self) -> None:
+        """Have the kernel page out cold memory if the operator wants that and nobody else does."""
+        wanted = self._config.reclaim.damon
+        if self.damon.ours or not wanted:
+            if not wanted:
+                self._stop_damon(True)
+            return
+        try:
+            self.damon.start(Scheme())
+        except Unsupported as error:
+            logger.warning("reclaim.damon has no effect: %s", error.message)
+
+    def _stop_damon(self, idle: bool) -> None:
+        if idle and self.damon.ours:
+            self.damon.stop()
 
     def _open_shell(self) -> None:
         try:
@@ -255,7 +279,13 @@ class ContainerHost:
             reason=self.shell_missing or "a static bash, run by descriptor",
             needed_for="sessions, run_shell and verify without the sandbox's own shell",
         )
-        return [*rows, self.uppers.feature(), own_shell]
+        own_swap = Feature(
+            name="reclaim_swap",
+            available=bool(self.swap.path),
+            reason=self.swap.remark,
+            needed_for="swap of dsecd's own for the memory of idle sandboxes",
+        )
+        return [*rows, self.uppers.feature(), own_shell, own_swap]
 
     async def close(self, leave_nothing: bool) -> None:
         """End helpers and pools. `leave_nothing`: no sandbox lives, so unmount what is ours.
@@ -279,6 +309,13 @@ def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:
         slots.release(slot)
 
     return give_back
+
+
+def _wanted(config: Config) -> Wanted:
+    reclaim = config.reclaim
+    return Wanted(
+        kind=reclaim.swap, size_bytes=reclaim.swap_mb << 20, algorithm=reclaim.swap_algorithm
+    )
 
 
 def _binary(configured: str, name: str) -> str:

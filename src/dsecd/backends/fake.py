@@ -26,6 +26,7 @@ from dsecd.backends.abc import (
     Receiver,
     Save,
     Usage,
+    Warmth,
 )
 from dsecd.backends.spec import Spec
 from dsecd.images.tool import Report, unreported
@@ -171,6 +172,8 @@ class FakeSandbox:
         self.running: dict[str, asyncio.Task[CommandResult]] = {}
         self.calls: set[FakeCall] = set()
         self.oom_kills = 0
+        self.memory_bytes = self.swapped_bytes = 0
+        self.cpu_usage_s = 0.0
         self.closed = False
 
     # --- Channel
@@ -336,7 +339,7 @@ class FakeBackend:
     """See the module's docstring. `latency_s` is the time a create takes."""
 
     name = "fake"
-    capabilities = Capabilities(network=("none",), oom=True, layers=True)
+    capabilities = Capabilities(network=("none",), oom=True, layers=True, trim=True)
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
@@ -395,7 +398,24 @@ class FakeBackend:
 
     async def usage(self, handle: Handle) -> Usage:
         sandbox = self.sandboxes[handle.sandbox]
-        return Usage(oom_kills=sandbox.oom_kills, disk_bytes=sum(map(len, sandbox.files.values())))
+        return Usage(
+            memory_bytes=sandbox.memory_bytes,
+            memory_swapped_bytes=sandbox.swapped_bytes,
+            oom_kills=sandbox.oom_kills,
+            disk_bytes=sum(map(len, sandbox.files.values())),
+        )
+
+    def warmth(self, handle: Handle) -> Warmth:
+        sandbox = self.sandboxes[handle.sandbox]
+        return Warmth(memory_bytes=sandbox.memory_bytes, cpu_usage_s=sandbox.cpu_usage_s)
+
+    async def trim(self, handle: Handle, want_bytes: int) -> int:
+        """Move that much of a sandbox's memory, of which a test says how much it has."""
+        sandbox = self.sandboxes[handle.sandbox]
+        freed = min(want_bytes, sandbox.memory_bytes)
+        sandbox.memory_bytes -= freed
+        sandbox.swapped_bytes += freed
+        return freed
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
         raise Unsupported("the fake backend keeps no checkpoints", reason="fake")

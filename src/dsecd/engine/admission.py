@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from dsecd.backends.spec import Spec
@@ -27,10 +28,16 @@ class Admission:
     """Counts what live sandboxes asked for and compares it with limits and the host's state."""
 
     def __init__(
-        self, limits: Limits, host: Host, files_each: int = 0, files_ruled: int = 0
+        self,
+        limits: Limits,
+        host: Host,
+        files_each: int = 0,
+        files_ruled: int = 0,
+        reserve_bytes: int = 0,
     ) -> None:
         """`files_each` is how many descriptors of this process a sandbox costs, `files_ruled` how
-        many more one with rules for its network does."""
+        many more one with rules for its network does. `reserve_bytes` is the memory that a new one
+        is sure to take soon."""
         self.limits, self.host = limits, host
         self._files_each, self._files_ruled, self._files = files_each, files_ruled, 0
         self.sandboxes_max = limits.sandboxes
@@ -42,6 +49,30 @@ class Admission:
         self.cpu_requested = 0.0
         self._reading: Reading | None = None
         self._read_at = 0.0
+        self._reserve_bytes = reserve_bytes
+        self._target = 1.0  # of the host's memory in use
+        self._relief: Callable[[], int] | None = None
+
+    def bound_by(self, target: float, relief: Callable[[], int]) -> None:
+        """Refuse what would pass `target`, a share of the host's memory in use, unless `relief`
+        says that idle sandboxes can give as much."""
+        self._target, self._relief = target, relief
+
+    @property
+    def memory_overcommit(self) -> float:
+        """What sandboxes asked for, as a multiple of the host's memory."""
+        return self.memory_requested / max(1, self.reading().memory_total_bytes)
+
+    @property
+    def cpu_overcommit(self) -> float:
+        """What sandboxes asked for, as a multiple of the host's CPUs; without CPU limits 0."""
+        return self.cpu_requested / max(1, self.host.cpus)
+
+    def above_target_bytes(self, more: int = 0) -> int:
+        """Return how far the host's memory in use, and `more`, is above the target."""
+        reading = self.reading()
+        used = reading.memory_total_bytes - reading.memory_available_bytes
+        return max(0, used + more - int(reading.memory_total_bytes * self._target))
 
     def reading(self) -> Reading:
         """Return the state of the host, at most `REFRESH_S` old."""
@@ -66,7 +97,7 @@ class Admission:
         reading = self.reading()
         if reading.critical:
             raise _full("pressure", f"the host is under pressure: {reading.critical}")
-        self._check_memory(spec, reading)
+        self._check_memory(spec, reading, creating)
         if limits.cpu_overcommit:
             most = self.host.cpus * limits.cpu_overcommit
             if self.cpu_requested + spec.cpu_cores > most:
@@ -94,7 +125,7 @@ class Admission:
         ruled = spec.network != "none" and spec.policy is not None
         return self._files_each + self._files_ruled * ruled
 
-    def _check_memory(self, spec: Spec, reading: Reading) -> None:
+    def _check_memory(self, spec: Spec, reading: Reading, creating: int) -> None:
         limits = self.limits
         if spec.memory_bytes > reading.memory_total_bytes:
             raise InvalidArgument(
@@ -107,6 +138,20 @@ class Admission:
             raise _full("memory", f"{self.memory_requested >> 20} MiB of {most >> 20} are promised")
         if reading.memory_available_bytes < limits.memory_reserve_mb << 20:
             raise _full("memory", f"{reading.memory_available_bytes >> 20} MiB are available")
+        self._check_target(spec, creating)
+
+    def _check_target(self, spec: Spec, creating: int) -> None:
+        """By what is used, not what was asked for: those being made have not used theirs yet."""
+        if self._relief is None:
+            return
+        beginning = min(creating, self.limits.concurrent_creates) + 1
+        above = self.above_target_bytes(beginning * min(self._reserve_bytes, spec.memory_bytes))
+        if above and above > (relief := self._relief()):
+            raise _full(
+                "memory",
+                f"a new sandbox would put memory {above >> 20} MiB above reclaim.target_percent, "
+                f"and idle ones can give {relief >> 20} MiB at once",
+            )
 
 
 def _full(limit: str, why: str) -> Exhausted:

@@ -64,7 +64,10 @@ class Manager:
     ) -> None:
         self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
         able = backend.capabilities
-        self.admission = Admission(config.limits, host, able.files_each, able.files_ruled)
+        self.admission = Admission(
+            config.limits, host, able.files_each, able.files_ruled,
+            reserve_bytes=config.reclaim.reserve_new_mb << 20,
+        )  # fmt: skip
         self.policies = Policies(config.policy, backend)
         self.events = Bus(on_drop=registry.events_dropped.add)
         self.live: dict[str, Sandbox] = {}

@@ -17,6 +17,9 @@ async def metrics(manager: Manager, name: str) -> Metrics:
     usage, spec = await manager.backend.usage(sandbox.handle), sandbox.spec
     return Metrics(
         memory_bytes=usage.memory_bytes,
+        memory_shared_bytes=usage.memory_shared_bytes,
+        memory_swapped_bytes=usage.memory_swapped_bytes,
+        stalled=dict(usage.stalled),
         memory_limit_bytes=spec.memory_bytes,
         cpu_usage_s=usage.cpu_usage_s,
         cpu_limit=spec.cpu_cores,

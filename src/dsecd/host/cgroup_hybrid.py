@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dsecd.host import procfs
+from dsecd.host import pageout, procfs
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_model import (
     INIT_PIDS,
@@ -96,11 +96,20 @@ class HybridDriver(TreeDriver):
         pids = int(self.files.read(f"{slot.directories['pids']}/pids.current"))
         return Usage(
             memory_bytes=stat.get("rss", 0) + shmem + own,
+            swapped_bytes=stat.get("swap", 0),
             cache_bytes=min(cache, own),
             cpu_usage_s=cpu_usage_s,
             pids=max(0, pids - INIT_PIDS),
             oom_kills=self._kills(slot),
         )
+
+    def trim(self, cgroup: SandboxCgroup, want_bytes: int) -> None:
+        """v1 has nothing that is safe while the sandbox runs: a lowered limit may kill in it."""
+        left = want_bytes
+        for pid in self.command_pids(cgroup):
+            if left <= 0:
+                break
+            left -= pageout.pageout(pid, left)
 
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:
         return self._kills(slot) if slot is not None else 0

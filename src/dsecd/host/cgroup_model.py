@@ -60,6 +60,7 @@ class Usage:
     """What one sandbox uses now. `cache_bytes` is the reclaimable part of `memory_bytes`."""
 
     memory_bytes: int = 0
+    swapped_bytes: int = 0
     cache_bytes: int = 0
     cpu_usage_s: float = 0.0
     pids: int = 0
@@ -106,6 +107,10 @@ class Driver(ABC):
     @abstractmethod
     def usage(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> Usage:
         """Return current use; zeros once the directories are gone."""
+
+    @abstractmethod
+    def trim(self, cgroup: SandboxCgroup, want_bytes: int) -> None:
+        """Page out about `want_bytes` of a sandbox, running or frozen. Blocks; raises `OSError`."""
 
     @abstractmethod
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:

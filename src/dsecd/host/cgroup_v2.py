@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 
 from dsecd.host.cgroup_base import TreeDriver
@@ -56,6 +57,16 @@ class UnifiedDriver(TreeDriver):
         self._swap = self._swap or self.files.exists(f"{cgroup.path}/memory.swap.max")
         return cgroup
 
+    def find(self, sandbox_id: str) -> SandboxCgroup | None:
+        cgroup = super().find(sandbox_id)
+        if cgroup is not None:
+            swap = f"{cgroup.path}/memory.swap.max"
+            self._swap = self._swap or self.files.exists(swap)
+            if self._swap:
+                with suppress(OSError):  # it ends just now
+                    self.files.write(swap, "0")  # a daemon killed during `trim` left it open
+        return cgroup
+
     def limits(
         self, target: Slot | SandboxCgroup, memory_bytes: int, cpu_cores: float, pids: int
     ) -> tuple[FileWrite, ...]:
@@ -77,6 +88,7 @@ class UnifiedDriver(TreeDriver):
             stat = fields(self.files.read(f"{cgroup.path}/memory.stat"))
             return Usage(
                 memory_bytes=int(self.files.read(f"{cgroup.path}/memory.current")),
+                swapped_bytes=self._swapped(cgroup.path),
                 cache_bytes=max(0, stat.get("file", 0) - stat.get("shmem", 0)),
                 cpu_usage_s=self.cpu_usage_s(cgroup.path),
                 pids=max(0, int(self.files.read(f"{cgroup.path}/pids.current")) - INIT_PIDS),
@@ -84,6 +96,25 @@ class UnifiedDriver(TreeDriver):
             )
         except OSError:
             return Usage()
+
+    def _swapped(self, path: str) -> int:
+        with suppress(OSError):  # a kernel without swap accounting
+            return self.files.number(f"{path}/memory.swap.current")
+        return 0
+
+    def trim(self, cgroup: SandboxCgroup, want_bytes: int) -> None:
+        """`memory.reclaim`: the kernel takes the coldest, and as much as it finds (EAGAIN)."""
+        path = cgroup.path
+        if self._swap:  # none for the sandbox itself, see `limits`; what is out may stay out
+            self.files.write(f"{path}/memory.swap.max", "max")
+        try:
+            self.files.write(f"{path}/memory.reclaim", str(want_bytes))
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                raise
+        finally:
+            if self._swap:
+                self.files.write(f"{path}/memory.swap.max", "0")
 
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:
         with suppress(OSError):

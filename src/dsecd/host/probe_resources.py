@@ -153,6 +153,12 @@ def _swap(scratch: Path) -> str:
     raise Unsupported("swap", reason="no swap is active and the kernel has no zram loaded")
 
 
+def _oom_protection(scratch: Path) -> str:
+    """In a child: what it lowers ends with it."""
+    Path("/proc/self/oom_score_adj").write_text("-900")
+    return ""
+
+
 def _process_madvise(scratch: Path) -> str:
     """Page out one page of our own, as reclaim of a frozen sandbox does."""
     page = ctypes.create_string_buffer(8192)
@@ -176,5 +182,6 @@ TRIALS = (
     Trial("psi", "admission under pressure", _psi),
     Trial("psi_triggers", "noticing pressure without polling", _psi_triggers),
     Trial("damon", "finding cold memory", _damon),
+    Trial("oom_protection", "sparing dsecd when the host runs out of memory", _oom_protection),
     Trial("swap", "paging out paused sandboxes", _swap),
 )

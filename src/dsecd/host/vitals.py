@@ -36,11 +36,26 @@ class Vitals:
         return Reading(
             memory_total_bytes=memory.total_bytes,
             memory_available_bytes=memory.available_bytes,
+            swap_total_bytes=memory.swap_total_bytes,
+            swap_free_bytes=memory.swap_free_bytes,
             tasks=tasks,
             tasks_max=self._tasks_max,
             disk_free_bytes=disk.f_bavail * disk.f_frsize,
             critical=critical,
         )
+
+
+def protect_from_oom() -> bool:
+    """Have the kernel choose victims among sandboxes when the host runs out of memory.
+
+    Lowering the score needs CAP_SYS_RESOURCE; returns whether it worked. Spawners raise it again
+    for what runs in sandboxes.
+    """
+    try:
+        Path("/proc/self/oom_score_adj").write_text("-900")
+    except OSError:
+        return False
+    return True
 
 
 def raise_open_files() -> int:
