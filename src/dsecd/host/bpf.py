@@ -38,9 +38,10 @@ _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint
 
 def _bpf(command: int, attr: bytes | _Batch) -> int:
     """Return bpf(2)'s result, or a negative errno."""
-    size = len(attr) if isinstance(attr, bytes) else ctypes.sizeof(attr)
-    data = attr if isinstance(attr, bytes) else ctypes.byref(attr)
-    result = int(_syscall(_number, command, data, size))
+    if isinstance(attr, bytes):
+        result = int(_syscall(_number, command, attr, len(attr)))
+    else:
+        result = int(_syscall(_number, command, ctypes.byref(attr), ctypes.sizeof(attr)))
     return -ctypes.get_errno() if result < 0 else result
 
 
