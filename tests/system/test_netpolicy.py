@@ -18,7 +18,7 @@ from dsecd.host.netpolicy import Access, Opening
 from dsecd.policy.reference import Opening as NameOpening
 from dsecd.policy.rules import NetPolicy, opens_dns
 from dsecd.policy.table import compile_table
-from libdsec.errors import NotFound
+from libdsec.errors import InvalidArgument, NotFound
 from tests import net_cases
 from tests.system.netpolicy_lab import BOX, Lab, access, lab, rule
 from tests.system.network_lab import datagrams, in_namespace, listen
@@ -337,6 +337,27 @@ def test_updates_are_atomic_for_packets_under_way(box: Lab) -> None:
     assert updates > 300  # more than wait unused: rules of old policies were removed
     assert sent > 1000
     assert refused == 0
+
+
+def test_an_update_that_fails_half_way_leaves_the_former_policy(box: Lab) -> None:
+    """The new rules are in the map already when the addresses of names turn out not to fit."""
+    kept = rule("allow", "192.0.2.1/32", 80, kind="udp")
+    named = [(ip("2001:db8::1"), opening("a", "udp", 80, 80))]
+    box.policies.bind(box.cgroup, access(kept), named)
+    ranges = tuple(nettable.PortRange(2 * n, 2 * n, nettable.UDP) for n in range(1, 18))
+    unfit = [(ip("2001:db8::2"), opening("b", "udp", 80, 80))]
+    unfit += [(ip("2001:db8::3"), Opening("c", ranges, LATER_NS))]
+    other = [rule("allow", f"198.51.100.{n}/32", 80, kind="udp") for n in range(20)]
+    with pytest.raises(InvalidArgument, match="17 separate port ranges"):
+        box.policies.bind(box.cgroup, access(*other), unfit)
+    old = [("connect", "udp", "192.0.2.1", 80), ("connect", "udp", "2001:db8::1", 80)]
+    new = [("connect", "udp", "198.51.100.1", 80), ("connect", "udp", "2001:db8::2", 80)]
+    assert DENIED not in box.agent.calls(old)
+    assert box.agent.calls(new) == [DENIED, DENIED]
+    assert box.policies.openings(box.cgroup) == named
+    box.policies.bind(box.cgroup, access(*other))
+    assert box.agent.calls(new)[0] != DENIED
+    assert box.agent.calls(old) == [DENIED, DENIED]
 
 
 def test_datagrams_from_strangers_do_not_come_in(box: Lab) -> None:

@@ -23,7 +23,6 @@ _BATCH_MISSING = (errno.EINVAL, errno.EOPNOTSUPP, 524)  # 524: ENOTSUPP, not for
 _FULL = (errno.E2BIG, errno.ENOSPC, errno.ENOMEM)
 _NOEXIST = 1  # BPF_NOEXIST
 _ELEMENT = struct.Struct("=I4xQQQ")
-_BATCH = struct.Struct("=QQQQIIQQ")
 _PAGE = mmap.PAGESIZE
 BPF_FS_MAGIC = 0xCAFE4A11
 
@@ -37,15 +36,32 @@ _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
 
 
-def _bpf(command: int, attr: bytes | ctypes.Array[ctypes.c_char]) -> int:
+def _bpf(command: int, attr: bytes | _Batch) -> int:
     """Return bpf(2)'s result, or a negative errno."""
-    result = int(_syscall(_number, command, attr, len(attr)))
+    if isinstance(attr, bytes):
+        result = int(_syscall(_number, command, attr, len(attr)))
+    else:
+        result = int(_syscall(_number, command, ctypes.byref(attr), ctypes.sizeof(attr)))
     return -ctypes.get_errno() if result < 0 else result
 
 
 def _failed(code: int, what: str) -> DSecError:
     text = f"{what}: {os.strerror(-code)}"
     return (Exhausted if -code in _FULL else Internal)(text, errno=-code)
+
+
+class _Batch(ctypes.Structure):
+    """What union bpf_attr says of many elements. The kernel writes to `count` how many it did."""
+
+    _fields_ = (
+        ("in_batch", ctypes.c_uint64),
+        ("out_batch", ctypes.c_uint64),
+        ("keys", ctypes.c_char_p),
+        ("values", ctypes.c_char_p),
+        ("count", ctypes.c_uint32),
+        ("map_fd", ctypes.c_uint32),
+        ("flags", ctypes.c_uint64 * 2),  # of the elements, of the call
+    )
 
 
 class Map:
@@ -125,14 +141,8 @@ class Map:
             self.delete(key)
 
     def _batch(self, command: int, keys: bytes, values: bytes | None, count: int) -> int:
-        key, value = (
-            ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-            for data in (keys, values)
-        )
-        attr = ctypes.create_string_buffer(
-            _BATCH.pack(0, 0, key, value, count, self.fd, 0, 0), _BATCH.size
-        )  # the kernel writes how many it did
-        return _bpf(command, attr)
+        batch = _Batch(keys=keys, values=values, count=count, map_fd=self.fd)
+        return _bpf(command, batch)
 
 
 def link_cgroup(program: int, cgroup_fd: int, kind: int) -> int:

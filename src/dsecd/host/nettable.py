@@ -224,9 +224,15 @@ def _parts(ranges: tuple[PortRange, ...]) -> tuple[bytes, ...]:
 def pack_rows(number: int, rows: Sequence[Row]) -> tuple[list[bytes], list[bytes]]:
     """Return keys and values of the map `rules` for policy `number`."""
     keys, values = [], []
+    pack, first = _RULE_KEY.pack, number << PART_BITS
+    ranges: tuple[PortRange, ...] | None = None
+    parts: tuple[bytes, ...] = ()
     for row in rows:
-        for part, ports in enumerate(_parts(row.ranges)):
-            keys.append(_RULE_KEY.pack(row.bits, number << PART_BITS | part, row.address))
+        if row.ranges is not ranges:  # neighbours mostly share theirs: no look-up
+            ranges = row.ranges
+            parts = _parts(ranges)
+        for part, ports in enumerate(parts, first):
+            keys.append(pack(row.bits, part, row.address))
             values.append(ports)
     return keys, values
 
