@@ -187,6 +187,25 @@ async def test_a_burst_compiles_once_and_not_on_the_event_loop(
     assert len({id(spec.policy) for spec in specs}) == 1
 
 
+async def test_a_short_policy_is_compiled_at_once_and_a_long_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+    compile_policy = policies.compile_policy
+
+    def counted(*given: Any) -> Any:
+        threads.append(threading.get_ident())
+        return compile_policy(*given)
+
+    monkeypatch.setattr(policies, "compile_policy", counted)
+    made = Policies(Settings(), PolicyBackend())
+    for rules in (1, 2, policies.SHORT_BYTES // 10):  # the first has the host probed
+        await made.ready(asked(network_rules={f"192.0.2.{n % 256}/32": True for n in range(rules)}))
+        await made.ready(asked(network_rules={f"h{n}.example": True for n in range(rules)}))
+    here = threading.get_ident()
+    assert [thread == here for thread in threads] == [False, True, True, True, False, False]
+
+
 async def test_an_error_is_everybodys_and_is_not_kept() -> None:
     made = Policies(Settings(), PolicyBackend())
     tries = [made.ready(asked(policy="nonsense")) for _ in range(5)]

@@ -62,8 +62,9 @@ def test_a_closed_network_is_the_namespaces_work() -> None:
 def test_an_allowlist_needs_bpf_and_says_so() -> None:
     found = rows({"network": {"services": {"pypi": True}}}, "bpf_cgroup")
     assert found["network.services.pypi"].state == "not enforced"
-    assert found["network.default"].reasons == (
-        "bpf_cgroup is not there (bpf_cgroup: refused here)",
+    (reason,) = found["network.default"].reasons
+    assert reason == (
+        "bpf_cgroup is not there (bpf_cgroup: refused here), so the sandbox reaches nothing at all"
     )
     here = rows({"network": {"services": {"pypi": True}}})["network.services.pypi"]
     assert (here.state, here.by, here.remarks) == ("enforced", ("resolver",), (SHARED,))

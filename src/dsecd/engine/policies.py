@@ -1,7 +1,8 @@
 """The policies of requests: compiled with this host's catalogue, and explained on this host.
 
 A policy may take a tenth of a second to compile, so it is kept by its content, and made in a thread
-the first time: `ready` before `get`. What a sandbox got is journalled as `Source`, from which the
+the first time: `ready` before `get`. A short one is made at once, in less time than a thread takes
+to answer. What a sandbox got is journalled as `Source`, from which the
 next daemon makes the same, whatever the catalogue says and the backend applies by then.
 """
 
@@ -31,6 +32,7 @@ from dsecd.policy.presets import PRESETS
 from libdsec.errors import InvalidArgument
 
 KEPT = 256  # policies that were asked for last
+SHORT_BYTES = 2048  # of a request and what it changes: some 60 rules, 2 ms at most
 NetworkMode = Literal["none", "nat"]
 
 
@@ -167,6 +169,7 @@ class Policies:
         self._known: OrderedDict[bytes, Account] = OrderedDict()
         self._coming: dict[bytes, asyncio.Future[Account]] = {}
         self._lock = threading.Lock()  # one at a time: the first has the host probed
+        self._probed = False
 
     def get(self, asked: Asked, strict: bool = False) -> Account | None:
         """Return the policy of a request on this host, None when there is none.
@@ -185,7 +188,11 @@ class Policies:
         key = self._key(asked)
         if not key:
             return None
-        account = self._kept(key) or await self._beside(key, lambda: self._make_asked(asked))
+        account = self._kept(key) or await self._made(
+            key,
+            _given(asked),
+            lambda: self._make_asked(asked),
+        )
         return _granted(account, strict)
 
     async def compiled(self, asked: Asked) -> tuple[Compiled, NetworkMode]:
@@ -203,8 +210,10 @@ class Policies:
         """
         former = b"" if present is None else present.packed
         key = _digest(former, given.policy, given.network_rules)
-        account = self._kept(key) or await self._beside(
-            key, lambda: self._make_changed(present, given)
+        account = self._kept(key) or await self._made(
+            key,
+            (former, given.policy, given.network_rules),
+            lambda: self._make_changed(present, given),
         )
         return _granted(account, strict)
 
@@ -240,6 +249,13 @@ class Policies:
         if len(self._known) > KEPT:
             self._known.popitem(last=False)
         return account
+
+    async def _made(self, key: bytes, content: object, make: Callable[[], Account]) -> Account:
+        """Have an account made of `content`, now or beside the event loop; None: of any size."""
+        known = self._probed and content is not None
+        if known and len(msgspec.msgpack.encode(content)) <= SHORT_BYTES:
+            return self._keep(key, make())
+        return await self._beside(key, make)
 
     async def _beside(self, key: bytes, make: Callable[[], Account]) -> Account:
         """Have an account made in a thread, once for all who ask at the same time."""
@@ -283,6 +299,7 @@ class Policies:
             applied = self._applied(network)
         with self._lock:
             table = self._backend.features()
+            self._probed = True
         there = {row.name for row in table if row.available}
         source = Source(
             policy=policy, services=services_of(policy, services), network=network,
@@ -311,6 +328,12 @@ def _network(compiled: Compiled, asked: NetworkMode) -> NetworkMode:
 
 def _nothing_given() -> InvalidArgument:
     return InvalidArgument("policy: give policy or network_rules", field="policy")
+
+
+def _given(asked: Given) -> object:
+    """Return what the request itself says, None for nothing."""
+    said = asked.policy, asked.network_rules
+    return None if said == (None, None) else said
 
 
 def _granted(account: Account, strict: bool) -> Account:

@@ -113,9 +113,9 @@ def _gathered(lines: list[Line], kind: str) -> tuple[Any, ...]:
     return tuple(sorted(found, key=_order))
 
 
-def _order(rule: Any) -> str:
-    """Return a text that sorts equal rules alike, whatever the order in which they were written."""
-    if isinstance(rule, str):
-        return rule
-    values = (getattr(rule, name) for name in rule.__struct_fields__)
-    return repr([sorted(each) if isinstance(each, frozenset) else str(each) for each in values])
+def _order(rule: Any) -> bytes:
+    """Return bytes that sort equal rules alike, whatever the order in which they were written."""
+    return _ENCODER.encode(rule)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str, order="deterministic")  # networks, as text

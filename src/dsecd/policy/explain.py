@@ -18,6 +18,8 @@ from dsecd.policy.mechanisms import NEEDS, Reach, Way
 from dsecd.policy.rules import Verdict
 from libdsec.errors import Unsupported
 
+# a sandbox with rules for its network has no link where these are not there
+CLOSED_INSTEAD = ("bpf_cgroup", "resolver")
 State = Literal["enforced", "partly", "not enforced"]
 _WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "not enforced": 2}
 
@@ -71,6 +73,8 @@ class _Host:
                 if row is None or not row.available:
                     why = row.reason if row else "not in the probe's table"
                     self._missing[mechanism] = f"{mechanism} is not there ({need}: {why})"
+                    if mechanism in CLOSED_INSTEAD:
+                        self._missing[mechanism] += ", so the sandbox reaches nothing at all"
 
     def judge(self, ways: tuple[Way, ...]) -> tuple[State, str, tuple[str, ...]]:
         """Return the state, the mechanism ("" for none) and what is missing, of one rule."""

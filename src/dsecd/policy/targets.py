@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def network(text: str, place: str) -> Network:
     if re.fullmatch(r"[^:]+:[\d-]+", text):
         refuse(place, f"{text!r} holds a port; write it in ports")
     try:
-        found = ipaddress.ip_network(text)
+        found = _network(text)
     except ValueError:
         try:
             wide = ipaddress.ip_network(text, strict=False)
@@ -53,6 +54,11 @@ def network(text: str, place: str) -> Network:
     if found.subnet_of(MAPPED):
         return ipaddress.IPv4Network((int(found[0]) & 0xFFFFFFFF, found.prefixlen - 96))
     return found
+
+
+@functools.lru_cache(4096)  # an agent's policies say the same again and again
+def _network(text: str) -> Network:
+    return ipaddress.ip_network(text)
 
 
 def embedded(prefix: Network) -> tuple[ipaddress.IPv6Network, ...]:
