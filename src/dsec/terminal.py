@@ -42,6 +42,36 @@ def raw() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def keys(callback: Callable[[str], None]) -> Iterator[None]:
+    """Call `callback` on the loop with what is typed, at once and without echo, if stdin is a
+    terminal. Ctrl-C stays a signal, and output is as ever."""
+    fd = sys.stdin.fileno()
+    if not os.isatty(fd):
+        yield
+        return
+    loop = asyncio.get_running_loop()
+
+    def typed() -> None:
+        try:
+            data = os.read(fd, _BLOCK)
+        except OSError:  # EIO: the terminal is gone
+            data = b""
+        if data:
+            callback(data.decode(errors="replace"))
+        else:
+            loop.remove_reader(fd)
+
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd, termios.TCSADRAIN)
+    loop.add_reader(fd, typed)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@contextlib.contextmanager
 def on_resize(callback: Callable[[], None]) -> Iterator[None]:
     """Call `callback` on the loop whenever the terminal's size changes."""
     loop = asyncio.get_running_loop()
