@@ -10,6 +10,7 @@ import click
 from dsec_bench import leftovers, machine
 from dsec_bench.bench import Bench, Context, Options
 from dsec_bench.create import CREATE
+from dsec_bench.density import DENSITY
 from dsec_bench.images import IMAGES
 from dsec_bench.interrupts import installed
 from dsec_bench.peers.drivers import PEERS
@@ -19,7 +20,7 @@ from dsec_bench.report import Report, show
 from rich.console import Console
 
 PIPE_WIDTH = 130
-BENCHES: tuple[Bench, ...] = (CREATE, IMAGES, POLICY)
+BENCHES: tuple[Bench, ...] = (CREATE, IMAGES, POLICY, DENSITY)
 
 
 def execute(bench: Bench, options: Options, json_file: Path | None, plot: Path | None) -> int:

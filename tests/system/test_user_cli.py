@@ -204,3 +204,22 @@ async def test_shell_on_a_terminal() -> None:
                 process.wait()
             os.close(leader)
         await dsec("stop", name)
+
+
+async def test_top_finds_what_is_at_work() -> None:
+    async with shell() as dsec:
+        idle = (await dsec("run", IMAGE)).strip()
+        busy = (await dsec("run", IMAGE)).strip()
+        await dsec("exec", "-d", busy, "sh", "-c", "while :; do :; done")
+        await dsec("exec", idle, "sh", "-c", "head -c 3000000 /dev/zero > /file")
+        made = await dsec.json("top", "--once", "--interval", "2")
+        first, last = made["sandboxes"]
+        assert (first["id"], first["state"], last["id"]) == (busy, "running", idle)
+        # how much a host at work leaves it is not asked, only that it is seen
+        assert 110 > first["cpu_percent"] > 1 + 5 * last["cpu_percent"]
+        assert last["disk_bytes"] >= 3_000_000
+        assert first["memory_bytes"] > 0
+        host = made["host"]
+        assert host["sandboxes"] == 2
+        assert host["cpu_overcommit"] == pytest.approx(2 / host["cpus"])
+        assert busy in await dsec("top", "--once", "--interval", "0.1")

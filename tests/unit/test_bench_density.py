@@ -1,0 +1,61 @@
+"""What `dsec-bench density` computes and promises, without a host to measure."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dsec_bench.bench import Context, Options
+from dsec_bench.density import DENSITY, idle, parts
+from dsec_bench.density.idle import Level, Result
+from dsec_bench.progress import Steps
+from dsec_bench.report import Report
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def test_every_figure_has_a_part() -> None:
+    assert set(DENSITY.figures) == {"live_idle_sandboxes"}
+    assert set(DENSITY.parts) == set(parts.PARTS)
+
+
+def test_a_running_daemon_is_not_measured() -> None:
+    report = Report("density", DENSITY.figures, {})
+    with Steps() as steps:
+        DENSITY.run(Context(Options(endpoint="unix:/nowhere"), report, steps))
+    assert set(report.missing) == set(DENSITY.figures)
+
+
+def test_a_sandbox_costs_what_the_host_has_less() -> None:
+    result = Result([Level(0, 2 * GIB, 0), Level(200, 3 * GIB, 0), Level(1000, 4 * GIB, 9 * MIB)])
+    assert result.live == 1000
+    assert result.mib_per_sandbox == pytest.approx(2.048)
+    assert Result([Level(0, GIB, 0)]).mib_per_sandbox == 0
+    assert Result().live == 0
+
+
+def test_a_host_that_runs_short_is_left_alone() -> None:
+    assert idle.short({"MemAvailable": 7 * GIB}) == ""
+    assert idle.short({"MemAvailable": 5 * GIB}) == "only 5.0 GiB of memory are available"
+
+
+def test_errors_are_counted_by_what_they_say() -> None:
+    result = Result()
+    for text in ("full", "full", "gone"):
+        result.failed(OSError(text))
+    assert result.errors == {"full": 2, "gone": 1}
+
+
+def test_the_picture_is_drawn_of_an_empty_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code = (
+        "import pathlib, sys; from dsec_bench.density import DENSITY; from dsec_bench.report "
+        "import Report; DENSITY.plot(Report('density', (), {'cpus': 2, 'cpu': 'x', 'kernel': '6'}),"
+        " pathlib.Path(sys.argv[1]))"
+    )
+    made = tmp_path / "plot.png"  # in a process of its own: it keeps its fonts open
+    subprocess.run([sys.executable, "-c", code, str(made)], check=True)
+    assert made.read_bytes().startswith(b"\x89PNG")
