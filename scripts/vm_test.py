@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--run", metavar="COMMAND")
     parser.add_argument("--smt", action="store_true")
     parser.add_argument("--memory-mb", type=int, default=4096)
-    parser.add_argument("--timeout-s", type=float, default=2700.0)
+    parser.add_argument("--timeout-s", type=float, default=4500.0)
     options, rest = parser.parse_known_args()
     if os.geteuid() != 0:
         parser.error("needs root: it shares this host's / with the guest")
