@@ -7,10 +7,11 @@ start; pools that could take what a live sandbox holds are filled only after rec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import zlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dsecd.backends import container_confine
@@ -68,60 +69,60 @@ class ContainerHost:
         self._limits = runtime / "raised-limits.json"
         self.shell_missing = "not looked for yet"  # why the platform has no shell, "" when it has
         self._shell = -1
-        # in the order of the start; each is told whether no sandbox lives
-        self._ends: list[Callable[[bool], Awaitable[None] | None]] = []
+        self._undo = contextlib.AsyncExitStack()
+        self._idle = False  # at the end: no sandbox lives, so what is ours is unmounted
 
     async def start(self) -> None:
         """Build and start everything but the pools. Raises `Unsupported` with what is missing.
 
         What a failed start leaves is ended by `close`, which undoes what was begun, in reverse.
         """
-        config, ends = self._config, self._ends
+        config, undo, when_idle = self._config, self._undo, self._when_idle
         sockets.mount(self._sandboxes)
-        ends.append(lambda idle: sockets.unmount(self._sandboxes) if idle else None)
+        undo.callback(when_idle, sockets.unmount, self._sandboxes)
         self._spool.mkdir(parents=True, exist_ok=True)
         self._spool.chmod(0o1733)  # every dsec-init puts files without a name here
-        ends.append(lambda idle: shared_limits.restore_limits(self._limits) if idle else None)
+        undo.callback(when_idle, shared_limits.restore_limits, self._limits)
         shared_limits.raise_limits(self._limits)
         self.tree = tree.build(config.runtime)
-        ends.append(lambda idle: tree.remove(config.runtime) if idle else None)
-        ends.append(lambda idle: self.mounts.teardown() if idle else self.mounts.close())
+        undo.callback(when_idle, tree.remove, config.runtime)
+        undo.callback(lambda: self.mounts.teardown() if self._idle else self.mounts.close())
         self.mounts.start()
-        ends.append(lambda idle: self.uppers.teardown() if idle else self.uppers.close())
+        undo.callback(lambda: self.uppers.teardown() if self._idle else self.uppers.close())
         self.uppers.start()
         self.disk_uppers = self.uppers.feature().available
         # ends before the unmounts, which wait for reads under way, and those for an absent store
-        ends.append(self.layers.close)
+        undo.push_async_callback(lambda: self.layers.close(self._idle))
         await self.layers.start()
-        ends.append(self.swap.close)
+        undo.callback(lambda: self.swap.close(self._idle))
         self.swap.start()  # before the driver, which looks whether there is swap
-        ends.append(self._stop_damon)
+        undo.callback(lambda: self._stop_damon() if self._idle else None)
         self._start_damon()
         pools = config.pools
         self.driver = cgroup.detect(config.cgroup.root, config.cgroup.name, pools.slots)
-        ends.append(lambda _: self.driver.close())
+        undo.push_async_callback(self.driver.close)
         self.driver.start()
         self.nat = Nat(self._nat_config())
-        ends.append(lambda _: self.nat.shutdown())
+        undo.push_async_callback(self.nat.shutdown)
         self.ranges = RangePool(pools.uid_range_start, pools.uid_range_count, pools.ranges)
-        ends.append(lambda _: self.ranges.close())
+        undo.push_async_callback(self.ranges.close)
         self.netns = NetnsPool(pools.netns)
-        ends.append(lambda _: self.netns.close())
+        undo.push_async_callback(self.netns.close)
         self.networks = Networks(config, self.netns, self.nat)
-        ends.append(lambda idle: self.networks.close(leave_nothing=idle))
+        undo.push_async_callback(lambda: self.networks.close(leave_nothing=self._idle))
         self.networks.start(self.driver)
         self.secrets = Secrets(config, self.netns, self.networks, self.tree.path)
         self.confiner = container_confine.for_host()
         self.file_rules = FileRules(config.runtime / "bpf-files")
-        ends.append(lambda idle: self.file_rules.close(leave_nothing=idle))
+        undo.callback(lambda: self.file_rules.close(leave_nothing=self._idle))
         self.file_rules.start(self.driver)
-        ends.append(lambda _: self.apparmor.close())
+        undo.push_async_callback(self.apparmor.close)
         self.apparmor.start()
         self.template = self._make_template()
-        ends.append(lambda _: self._close_shell())
+        undo.callback(self._close_shell)
         self._open_shell()
         self.spawners = await self._start_spawners()
-        ends.append(lambda _: self.spawners.close())
+        undo.push_async_callback(self.spawners.close)
 
     def _nat_config(self) -> NatConfig:
         config = self._config
@@ -150,15 +151,15 @@ class ContainerHost:
         wanted = self._config.reclaim.damon
         if self.damon.ours or not wanted:
             if not wanted:
-                self._stop_damon(True)
+                self._stop_damon()
             return
         try:
             self.damon.start(Scheme())
         except Unsupported as error:
             logger.warning("reclaim.damon has no effect: %s", error.message)
 
-    def _stop_damon(self, idle: bool) -> None:
-        if idle and self.damon.ours:
+    def _stop_damon(self) -> None:
+        if self.damon.ours:
             self.damon.stop()
 
     def _open_shell(self) -> None:
@@ -296,11 +297,12 @@ class ContainerHost:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
-        leave_nothing = leave_nothing and not any(self._sandboxes.glob("*"))
-        while self._ends:
-            ended = self._ends.pop()(leave_nothing)
-            if ended is not None:
-                await ended
+        self._idle = leave_nothing and not any(self._sandboxes.glob("*"))
+        await self._undo.aclose()
+
+    def _when_idle(self, undo: Callable[[Path], None], path: Path) -> None:
+        if self._idle:
+            undo(path)
 
 
 def _return_to(slots: cgroup.SlotPool) -> Callable[[spawner.Slot], None]:

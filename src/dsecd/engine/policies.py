@@ -2,8 +2,8 @@
 
 A policy may take a tenth of a second to compile, so it is kept by its content, and made in a thread
 the first time: `ready` before `get`. A short one is made at once, in less time than a thread takes
-to answer. What a sandbox got is journalled as `Source`, from which the
-next daemon makes the same, whatever the catalogue says and the backend applies by then.
+to answer. What a sandbox got is journalled as `Source`, from which the next daemon makes the same,
+whatever the catalogue says and the backend applies by then.
 """
 
 from __future__ import annotations
@@ -189,9 +189,7 @@ class Policies:
         if not key:
             return None
         account = self._kept(key) or await self._made(
-            key,
-            _given(asked),
-            lambda: self._make_asked(asked),
+            key, _given(asked), lambda: self._make_asked(asked)
         )
         return _granted(account, strict)
 
@@ -252,8 +250,8 @@ class Policies:
 
     async def _made(self, key: bytes, content: object, make: Callable[[], Account]) -> Account:
         """Have an account made of `content`, now or beside the event loop; None: of any size."""
-        known = self._probed and content is not None
-        if known and len(msgspec.msgpack.encode(content)) <= SHORT_BYTES:
+        bounded = self._probed and content is not None
+        if bounded and len(msgspec.msgpack.encode(content)) <= SHORT_BYTES:
             return self._keep(key, make())
         return await self._beside(key, make)
 
