@@ -7,12 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox, Unsupported, WrongState
 from libdsec.model import SandboxPolicy
@@ -29,18 +27,6 @@ WIDE: dict[str, Any] = {
     "mounts": {"default": "deny"},
     "unix": {"deny": ["@secret"]},
 }
-
-
-@pytest_asyncio.fixture
-async def running() -> AsyncIterator[Daemon]:
-    async with daemon() as made:
-        yield made
-
-
-@pytest_asyncio.fixture
-async def client(running: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{running.socket}") as made:
-        yield made
 
 
 async def make(client: DSecClient, **fields: Any) -> Sandbox:
@@ -79,14 +65,12 @@ async def test_what_opens_nothing_has_no_network(client: DSecClient) -> None:
 
 @pytest.mark.vm
 @pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables")
-async def test_a_killed_daemon_knows_the_policy_in_force(
-    client: DSecClient, running: Daemon
-) -> None:
+async def test_a_killed_daemon_knows_the_policy_in_force(client: DSecClient, host: Daemon) -> None:
     created = await make(client, policy=WIDE)
     updated = await make(client, policy=WIDE)
     await updated.update_network({"pypi": False, "github": True})
     before = [await sandbox.policy() for sandbox in (created, updated)]
-    await running.restart()
+    await host.restart()
     assert [await sandbox.policy() for sandbox in (created, updated)] == before
     assert (await updated.get_info()).notes == updated.info.notes
     assert _services(before[1]) == {"pypi": False, "github": True}
@@ -101,22 +85,22 @@ def _services(found: SandboxPolicy) -> dict[str, bool]:
 
 
 @pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables")
-async def test_the_command_line(running: Daemon, tmp_path: Path) -> None:
+async def test_the_command_line(host: Daemon, tmp_path: Path) -> None:
     file = tmp_path / "policy.toml"
     file.write_text("[network.services]\npypi = true\n")
-    name = (await dsec(running, "run", "--policy", str(file), IMAGE)).strip()
-    assert "resolver" in await dsec(running, "policy", "explain", name)
-    assert (await dsec(running, "policy", "set", name, "--allow", "npm")).strip() == name
-    rows = json.loads(await dsec(running, "--json", "policy", "explain", name))
+    name = (await dsec(host, "run", "--policy", str(file), IMAGE)).strip()
+    assert "resolver" in await dsec(host, "policy", "explain", name)
+    assert (await dsec(host, "policy", "set", name, "--allow", "npm")).strip() == name
+    rows = json.loads(await dsec(host, "--json", "policy", "explain", name))
     assert "network.services.npm" in [row["place"] for row in rows]
-    assert "good" in await dsec(running, "policy", "check", str(file))
-    assert "allow" in await dsec(running, "policy", "test", str(file), "name", "pypi.org")
+    assert "good" in await dsec(host, "policy", "check", str(file))
+    assert "allow" in await dsec(host, "policy", "test", str(file), "name", "pypi.org")
 
 
-async def dsec(running: Daemon, *words: str) -> str:
+async def dsec(host: Daemon, *words: str) -> str:
     environment = {
         **os.environ,
-        "DSEC_ENDPOINT": f"unix:{running.socket}",
+        "DSEC_ENDPOINT": f"unix:{host.socket}",
         "PYTHONPATH": f"{ROOT}:{ROOT}/src",
     }
     done = await asyncio.to_thread(

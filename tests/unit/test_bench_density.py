@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from dsec_bench.bench import Context, Options
 from dsec_bench.density import DENSITY, idle, parts
@@ -47,15 +43,3 @@ def test_errors_are_counted_by_what_they_say() -> None:
     for text in ("full", "full", "gone"):
         result.failed(OSError(text))
     assert result.errors == {"full": 2, "gone": 1}
-
-
-def test_the_picture_is_drawn_of_an_empty_report(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code = (
-        "import pathlib, sys; from dsec_bench.density import DENSITY; from dsec_bench.report "
-        "import Report; DENSITY.plot(Report('density', (), {'cpus': 2, 'cpu': 'x', 'kernel': '6'}),"
-        " pathlib.Path(sys.argv[1]))"
-    )
-    made = tmp_path / "plot.png"  # in a process of its own: it keeps its fonts open
-    subprocess.run([sys.executable, "-c", code, str(made)], check=True)
-    assert made.read_bytes().startswith(b"\x89PNG")

@@ -109,18 +109,6 @@ def test_plots_take_medians_of_runs() -> None:
     assert medians(report, "environment run", "way", "written_mib") == {"a": 2.0}
 
 
-def test_the_picture_is_drawn_of_an_empty_report(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code = (
-        "import pathlib, sys; from dsec_bench.images import IMAGES; from dsec_bench.report import "
-        "Report; IMAGES.plot(Report('images', (), {'cpus': 2, 'cpu': 'x', 'kernel': '6'}), "
-        "pathlib.Path(sys.argv[1]))"
-    )
-    made = tmp_path / "plot.png"  # in a process of its own: it keeps its fonts open
-    subprocess.run([sys.executable, "-c", code, str(made)], check=True)
-    assert made.read_bytes().startswith(b"\x89PNG")
-
-
 # --- bytes written --------------------------------------------------------------------------------
 
 

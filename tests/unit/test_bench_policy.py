@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -84,18 +82,6 @@ def test_the_picture_takes_what_operations_cost_more() -> None:
     assert extra_ns(report, "send", places.OURS) == {1: 70.0, 10_000: 77.0}
     assert extra_ns(report, "send", places.NFT) == {1: 600.0}
     assert extra_ns(report, "tcp", places.OURS) == {}
-
-
-def test_the_picture_is_drawn_of_an_empty_report(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code = (
-        "import pathlib, sys; from dsec_bench.policy import POLICY; from dsec_bench.report import "
-        "Report; POLICY.plot(Report('policy', (), {'cpus': 2, 'cpu': 'x', 'kernel': '6'}), "
-        "pathlib.Path(sys.argv[1]))"
-    )
-    made = tmp_path / "plot.png"  # in a process of its own: it keeps its fonts open
-    subprocess.run([sys.executable, "-c", code, str(made)], check=True)
-    assert made.read_bytes().startswith(b"\x89PNG")
 
 
 # --- what is bound --------------------------------------------------------------------------------

@@ -165,10 +165,10 @@ def test_a_broken_default_is_named(tmp_path: Path, content: str | None) -> None:
 # --- once, and beside the loop
 
 
-async def test_a_burst_compiles_once_and_not_on_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads = []
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The thread of each compilation."""
+    threads: list[int] = []
     compile_policy = policies.compile_policy
 
     def counted(*given: Any) -> Any:
@@ -176,6 +176,10 @@ async def test_a_burst_compiles_once_and_not_on_the_event_loop(
         return compile_policy(*given)
 
     monkeypatch.setattr(policies, "compile_policy", counted)
+    return threads
+
+
+async def test_a_burst_compiles_once_and_not_on_the_event_loop(threads: list[int]) -> None:
     async with bench(backend=PolicyBackend()) as b:
         client = await b.client()
         made = [client.create(f"k{i}", network_rules={"pypi": True}) for i in range(50)]
@@ -188,16 +192,8 @@ async def test_a_burst_compiles_once_and_not_on_the_event_loop(
 
 
 async def test_a_short_policy_is_compiled_at_once_and_a_long_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    threads: list[int],
 ) -> None:
-    threads = []
-    compile_policy = policies.compile_policy
-
-    def counted(*given: Any) -> Any:
-        threads.append(threading.get_ident())
-        return compile_policy(*given)
-
-    monkeypatch.setattr(policies, "compile_policy", counted)
     made = Policies(Settings(), PolicyBackend())
     for rules in (1, 2, policies.SHORT_BYTES // 10):  # the first has the host probed
         await made.ready(asked(network_rules={f"192.0.2.{n % 256}/32": True for n in range(rules)}))
