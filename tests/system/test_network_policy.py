@@ -23,7 +23,9 @@ pytestmark = [
 ]
 GOOD, GOOD6, OTHER = "203.0.113.10", "2600:db8::10", "203.0.113.99"
 ONLY_GOOD = {"network": {"rules": [{"allow": "good.example", "private": True, "ports": [80]}]}}
+ALL_OF_GOOD = {"network": {"rules": [{"allow": GOOD, "ports": [9, 80]}]}}
 CLOSED: dict[str, Any] = {"network": {}}
+MANY = 150  # more than are cut at once
 PROBE = """
 import json, socket, sys
 out = {}
@@ -129,6 +131,25 @@ async def test_an_update_cuts_what_it_does_not_allow(client: DSecClient) -> None
     assert (await reached(sandbox, f"{GOOD}/80"))[f"{GOOD}/80"] == DENIED
     await sandbox.update_network(policy=ONLY_GOOD)
     assert (await reached(sandbox, "good.example/80"))["good.example/80"] == GOOD6
+
+
+async def test_an_update_cuts_all_of_many_connections(client: DSecClient) -> None:
+    sandbox = await make(client, ALL_OF_GOOD)
+    hold = (
+        "import socket, sys\n"
+        f"held = [socket.create_connection(('{GOOD}', 80)) for _ in range({MANY})]\n"
+        "for _ in range(20):\n"
+        "  sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
+        f"  sock.connect(('{GOOD}', 9)); held.append(sock)\n"
+        "print('up', flush=True)\nsys.stdin.readline()\n"
+        "print(sum(each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 103 for each in held))\n"
+    )
+    command = await sandbox.commands.run(["python3", "-c", hold], background=True, stdin=True)
+    said = aiter(command)
+    assert (await anext(said)).data == b"up\n"
+    await sandbox.update_network(policy=CLOSED)
+    await command.send_stdin(b"\n")
+    assert (await anext(said)).data.decode() == f"{MANY + 20}\n"
 
 
 async def test_rules_can_be_given_to_a_sandbox_that_had_none(client: DSecClient) -> None:

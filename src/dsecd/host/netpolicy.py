@@ -225,10 +225,7 @@ class NetworkPolicies:
         return self._earlier.get(cgroup, [])
 
     def allows(self, cgroup: int, protocol: int, address: IpAddress, port: int) -> bool:
-        """Say what the programs say of a packet of TCP (6) or UDP (17). Raises `NotFound`.
-
-        May be called from another thread, such as that of `sockdiag.cut`.
-        """
+        """Say what the programs say of a packet of TCP (6) or UDP (17). Raises `NotFound`."""
         bound = self._find(cgroup)
         access, bit, packed = bound.access, _BITS[protocol], pack_address(address)
         if address.is_loopback or address.is_unspecified or address in access.own:
@@ -237,7 +234,7 @@ class NetworkPolicies:
             return True
         if port == 53 and access.dns_only:
             return False
-        named = [r for o in list(bound.openings.get(packed, {}).values()) for r in o.ranges]
+        named = [r for o in bound.openings.get(packed, {}).values() for r in o.ranges]
         return nettable.covers([*nettable.find(access.table.rows, packed), *named], bit, port)
 
     def counters(self, cgroup: int) -> Counters:

@@ -10,7 +10,7 @@ import errno
 import ipaddress
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -20,9 +20,9 @@ from libdsec.errors import Unsupported
 
 NETLINK_SOCK_DIAG = 4
 TCPDIAG_GETSOCK, SOCK_DIAG_BY_FAMILY, SOCK_DESTROY = 18, 20, 21
-_ALL_STATES = 0xFFFFFFFF
+_ESTABLISHED = 1  # also what a connected UDP socket is
 # include/net/tcp_states.h without TIME_WAIT, CLOSE, LISTEN and what is only bound
-_CONNECTED = sum(1 << state for state in (1, 2, 3, 4, 5, 8, 9, 11, 12))
+_CONNECTED = sum(1 << state for state in (_ESTABLISHED, 2, 3, 4, 5, 8, 9, 11, 12))
 _HEAD = struct.Struct("=BBBxI")
 _ID_BYTES = 48
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -31,12 +31,21 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 Allowed = Callable[[int, IpAddress, int], bool]
 
 
-class _Socket(msgspec.Struct, frozen=True):
+class Connected(msgspec.Struct, frozen=True, gc=False):
+    """A socket with a remote end; `id` is its inet_diag_sockid, whose cookie means no other."""
+
     family: int
     protocol: int
-    id: bytes  # struct inet_diag_sockid, with the cookie that names this very socket
-    address: IpAddress
-    port: int
+    id: bytes
+
+    def remote(self) -> tuple[IpAddress, int]:
+        """Return the address and the port of the remote end."""
+        (port,) = struct.unpack_from("!H", self.id, 2)
+        raw = self.id[20:36]
+        if self.family == socket.AF_INET:
+            return ipaddress.IPv4Address(raw[:4]), port
+        address = ipaddress.IPv6Address(raw)
+        return address.ipv4_mapped or address, port
 
 
 def open_diag() -> Netlink:
@@ -44,14 +53,26 @@ def open_diag() -> Netlink:
     return Netlink(NETLINK_SOCK_DIAG)
 
 
-def cut(diag: Netlink, allowed: Allowed) -> int:
-    """Close the connected TCP and UDP sockets whose remote end is not `allowed`; return how many.
+def connected(diag: Netlink) -> list[Connected]:
+    """Return the connected TCP and UDP sockets. Raises `OSError`."""
+    # of TCP both families in one walk, since each walks the namespace's whole table, which only
+    # the older request does
+    old = struct.pack("=4x48sII", b"", _CONNECTED, 0)  # struct inet_diag_req
+    found = _listed(diag, TCPDIAG_GETSOCK, old, socket.IPPROTO_TCP)
+    for family in (socket.AF_INET, socket.AF_INET6):
+        body = _HEAD.pack(family, socket.IPPROTO_UDP, 0, 1 << _ESTABLISHED) + bytes(_ID_BYTES)
+        found += _listed(diag, SOCK_DIAG_BY_FAMILY, body, socket.IPPROTO_UDP)
+    return found
+
+
+def cut(diag: Netlink, found: Iterable[Connected], allowed: Allowed) -> int:
+    """Close those of `found` whose remote end is not `allowed`; return how many.
 
     A kernel without CONFIG_INET_DIAG_DESTROY closes none: then only their packets are dropped.
     Raises `OSError`.
     """
-    doomed = [s for s in _sockets(diag) if not allowed(s.protocol, s.address, s.port)]
-    outcome = diag.request([_destroy(sock) for sock in doomed])
+    doomed = [one for one in found if not allowed(one.protocol, *one.remote())]
+    outcome = diag.request([_destroy(one) for one in doomed])
     for error in outcome:
         if error is not None and error.errno not in (*_GONE, errno.EOPNOTSUPP):
             raise error
@@ -60,12 +81,12 @@ def cut(diag: Netlink, allowed: Allowed) -> int:
 
 def peers(diag: Netlink) -> set[IpAddress]:
     """Return the remote ends of the connected TCP and UDP sockets. Raises `OSError`."""
-    return {sock.address for sock in _sockets(diag)}
+    return {one.remote()[0] for one in connected(diag)}
 
 
 def require() -> None:
     """Raise `Unsupported` when the kernel cannot close a socket."""
-    nobody = _Socket(socket.AF_INET, socket.IPPROTO_TCP, bytes(48), ipaddress.IPv4Address(0), 0)
+    nobody = Connected(socket.AF_INET, socket.IPPROTO_TCP, bytes(_ID_BYTES))
     diag = open_diag()
     try:
         (error,) = diag.request([_destroy(nobody)])
@@ -77,41 +98,16 @@ def require() -> None:
         )
 
 
-def _sockets(diag: Netlink) -> Iterator[_Socket]:
-    """Yield the connected sockets: TCP of both families in one walk, since each walks the host's
-    whole table (0.3 ms for 32,768 buckets), which only the older request does."""
-    old = struct.pack("=4x48sII", b"", _CONNECTED, 0)  # struct inet_diag_req
-    yield from _listed(diag, TCPDIAG_GETSOCK, old, socket.IPPROTO_TCP)
-    for family in (socket.AF_INET, socket.AF_INET6):
-        body = _HEAD.pack(family, socket.IPPROTO_UDP, 0, _ALL_STATES) + bytes(_ID_BYTES)
-        yield from _listed(diag, SOCK_DIAG_BY_FAMILY, body, socket.IPPROTO_UDP)
-
-
-def _listed(diag: Netlink, kind: int, body: bytes, protocol: int) -> Iterator[_Socket]:
+def _listed(diag: Netlink, kind: int, body: bytes, protocol: int) -> list[Connected]:
     try:
-        for data in diag.dump(Message(kind, 0, body, "list sockets")):
-            found = _parse(data, protocol)
-            if found is not None:
-                yield found
+        answers = list(diag.dump(Message(kind, 0, body, "list sockets")))
     except NetlinkError as error:
-        if error.errno != errno.ENOENT:  # no diagnosis of this protocol in the kernel
-            raise
+        if error.errno == errno.ENOENT:  # no diagnosis of this protocol in the kernel
+            return []
+        raise
+    return [Connected(data[0], protocol, data[4 : 4 + _ID_BYTES]) for data in answers]
 
 
-def _parse(data: bytes, protocol: int) -> _Socket | None:
-    """Return a socket that has a remote end."""
-    family = data[0]
-    identity = data[4 : 4 + _ID_BYTES]
-    (port,) = struct.unpack_from("!H", identity, 2)
-    if not port:
-        return None
-    raw = identity[20:36]
-    if family == socket.AF_INET:
-        return _Socket(family, protocol, identity, ipaddress.IPv4Address(raw[:4]), port)
-    address = ipaddress.IPv6Address(raw)
-    return _Socket(family, protocol, identity, address.ipv4_mapped or address, port)
-
-
-def _destroy(sock: _Socket) -> Message:
-    body = _HEAD.pack(sock.family, sock.protocol, 0, _ALL_STATES) + sock.id
+def _destroy(sock: Connected) -> Message:
+    body = _HEAD.pack(sock.family, sock.protocol, 0, 0) + sock.id
     return Message(SOCK_DESTROY, 0, body, "close a connection")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from ipaddress import IPv4Network, IPv6Network
 from typing import Any
 
 import msgspec
@@ -118,4 +119,8 @@ def _order(rule: Any) -> bytes:
     return _ENCODER.encode(rule)
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=str, order="deterministic")  # networks, as text
+def _packed(network: IPv4Network | IPv6Network) -> tuple[bytes, int]:
+    return network.network_address.packed, network.prefixlen
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_packed, order="deterministic")

@@ -53,7 +53,7 @@ DNS_PORT = 53
 EVERY_ACCESS: frozenset[Access] = frozenset({"read", "write", "execute"})
 
 
-class NetRule(msgspec.Struct, frozen=True, kw_only=True):
+class NetRule(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """A verdict on a prefix of addresses; `icmp` is ICMP for IPv4 and ICMPv6 for IPv6."""
 
     verdict: Verdict
@@ -63,7 +63,7 @@ class NetRule(msgspec.Struct, frozen=True, kw_only=True):
     last_port: int = LAST_PORT
 
 
-class NameRule(msgspec.Struct, frozen=True, kw_only=True):
+class NameRule(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """A verdict on the addresses that the resolver gets for a name; `pattern` as above."""
 
     verdict: Verdict
@@ -74,7 +74,7 @@ class NameRule(msgspec.Struct, frozen=True, kw_only=True):
     private: bool = False  # keep addresses that are not global in the answers
 
 
-class NetPolicy(msgspec.Struct, frozen=True, kw_only=True):
+class NetPolicy(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """All that is decided about traffic; no rules and `deny` is closed."""
 
     rules: tuple[NetRule, ...] = ()
