@@ -252,7 +252,7 @@ def main() -> int:
         tests = ["-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
         if not any(word.startswith("tests") for word in rest):
             tests += _marked()
-        command = f"DSEC_TEST_PATIENCE=15 .venv/bin/python -m pytest {shlex.join(tests)}"
+        command = f"DSEC_TEST_GUEST=1 DSEC_TEST_PATIENCE=15 .venv/bin/python -m pytest {shlex.join(tests)}"
     # ended from outside, it takes the guest and its files along
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
