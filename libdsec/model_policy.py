@@ -47,6 +47,7 @@ class PolicySummary(_Info):
 class PolicyRow(_Info):
     """What becomes of one entry of a policy, or of a default that denies, on the daemon's host.
 
+    State ``closed``: the rules on networks cannot be enforced here, so nothing is reachable at all.
     `by` are the mechanisms that enforce it (docs/policy.md), `reasons` say what is missing when it
     is not fully enforced, `remarks` what no host could enforce of it.
     """
@@ -54,7 +55,7 @@ class PolicyRow(_Info):
     place: str
     verdict: Verdict
     text: str
-    state: Literal["enforced", "partly", "not enforced"]
+    state: Literal["enforced", "partly", "closed", "not enforced"]
     layer: str = ""
     by: list[str] = []
     reasons: list[str] = []

@@ -67,14 +67,14 @@ def _place(text: str) -> str:
 def network(sandbox_id: str, in_force: SandboxPolicy) -> Iterator[Finding]:
     """Yield what the sandbox's policy opens, and what of it its host does not enforce."""
     for row in in_force.rows:
-        if row.state != "enforced":
+        if row.state not in ("enforced", "closed"):
             why = "; ".join(row.reasons)
             yield Finding(
                 risk="medium", kind="unenforced", path=sandbox_id,
                 reason="a rule of its policy that the host does not fully enforce: it stands open",
                 evidence=f"{row.place}: {row.verdict} {row.text} is {row.state}: {why}"[:300],
             )  # fmt: skip
-    if in_force.network == "none":
+    if in_force.network == "none" or any(row.state == "closed" for row in in_force.rows):
         return
     if in_force.policy is None:
         yield _open("high", "everything: the agent can fetch the fix and the answers")

@@ -30,7 +30,7 @@ from libdsec.model import (
 T = TypeVar("T")
 Source = str | dict[str, Any]
 _SANDBOX = re.compile(r"[a-z0-9]+(-[a-z0-9]+){3}")
-_COLOURS = {"enforced": "green", "partly": "yellow", "not enforced": "red"}
+_COLOURS = {"enforced": "green", "partly": "yellow", "closed": "yellow", "not enforced": "red"}
 
 
 def read(text: str) -> Source:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -28,9 +29,11 @@ from tests.system.world_lab import World, world
 
 pytestmark = [
     pytest.mark.root,
+    pytest.mark.vm,
     pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables"),
     pytest.mark.asyncio(loop_scope="module"),
 ]
+_PATIENCE = float(os.environ.get("DSEC_TEST_PATIENCE", "1"))  # slow guests
 _HERE = Path(__file__).parent
 _KITS = ("kit.py", "network_kit.py")
 _ATTEMPTS = ("network_packets.py", "network_detours.py")  # in the order in which they register
@@ -176,12 +179,12 @@ async def run(
     client: DSecClient, internet: World, wire: Wire, policy: dict[str, Any] | None
 ) -> Ran:
     args = DSecContainerRunArgs(container_image=IMAGE, network="nat", policy=policy, **LIMITS)
-    sandbox = await client.run_container(args, timeout=60)
+    sandbox = await client.run_container(args, timeout=60 * _PATIENCE)
     for name in (*_KITS, *_ATTEMPTS, _SCRIPT):
         await sandbox.files.write(f"/attack/{name}", (_HERE / name).read_text())
     wire.read()
     internet.asked.clear()
-    done = await sandbox.run("python3", f"/attack/{_SCRIPT}", timeout=110)
+    done = await sandbox.run("python3", f"/attack/{_SCRIPT}", timeout=110 * min(_PATIENCE, 5))
     assert done.ok, done.stderr
     await asyncio.sleep(0.3)
     outcomes: dict[str, str] = json.loads(done.stdout)

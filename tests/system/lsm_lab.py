@@ -108,8 +108,8 @@ def is_denied(code: int) -> bool:
 class Model:
     """The reference's verdicts on attempts, and the stricter ones of the programs.
 
-    Stricter: what cannot be read, or connected to, is not renamed; what a rule that denies is about
-    keeps its place, with what is above it: not removed, not mounted on, not the end of a rename.
+    Stricter: what cannot be connected to is not renamed; what a rule that denies is about keeps its
+    place, with what is above it: not removed, not mounted on, not the end of a rename.
     """
 
     def __init__(self, policy: Compiled) -> None:
@@ -143,12 +143,12 @@ class Model:
 
     def renames(self, a: str, b: str) -> bool:
         allowed = reference.decide_rename(self.files, a, b) == "allow"
-        return allowed and self.may("read", a) and self.connects(a) and self.free(a)
+        return allowed and self.connects(a) and self.free(a)
 
     def links(self, a: str, b: str) -> bool:
-        closer = all(self.may(access, a) or not self.may(access, b) for access in EVERY)
+        allowed = reference.decide_link(self.files, a, b) == "allow"
         same = (self.sees(a) or not self.sees(b)) and (self.connects(a) or not self.connects(b))
-        return self.may("write", b) and closer and same
+        return allowed and same
 
     def own_is_open(self) -> bool:
         return self.files.default == "allow"

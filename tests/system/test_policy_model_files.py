@@ -3,7 +3,7 @@
 Policies come from a small universe of nested paths. A sandbox is made of each, and one program in
 it does some 180 operations; each verdict is compared with that of `dsecd.policy.reference`. Where
 mounts and Landlock are stricter than a rule, and `mechanisms` says so to users (HELD, NO_MOUNTS,
-ENTRY, GAIN, READ_TOO), `Model` expects exactly that.
+ENTRY, GAIN, READ_TOO), `Model` expects exactly that; where Landlock is laxer (RENAMED), too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import posixpath
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, Phase, given, settings
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from dsecd.policy import globs, guards, seccomp
 from dsecd.policy.compile import Compiled
 from dsecd.policy.reference import decide_file, decide_ioctl, decide_mount, decide_rename
-from dsecd.policy.rules import Access
+from dsecd.policy.rules import Access, FilePolicy
 from libdsec.errors import InvalidArgument
 from tests.system.confine_lab import Lab, open_lab, policy
 
@@ -88,6 +89,7 @@ class Model:
         self.files, self.system = rules.files, rules.system
         self.guards = {guard.path for guard in guards.for_policy(rules.files, rules.system)}
         self.landlocked = rules.files.default == "deny"
+        self._renamed = _readable(rules.files) if self.landlocked else rules.files
 
     def content(self, access: Access, path: str) -> bool:
         return decide_file(self.files, access, path) == "allow"
@@ -118,7 +120,7 @@ class Model:
         return self.entry(target) and refers and not gains
 
     def rename(self, source: str, target: str) -> bool:
-        allowed = decide_rename(self.files, source, target) == "allow"
+        allowed = decide_rename(self._renamed, source, target) == "allow"
         return allowed and self.entry(source) and self.link(source, target)
 
     def ioctl(self, request: int) -> bool:
@@ -138,6 +140,18 @@ class Model:
     def _mount(self, path: str) -> str:
         """Return the guard that `path` lies in; those above others are longer."""
         return max((each for each in self.guards if globs.covers(each, path)), key=len, default="")
+
+
+def _readable(files: FilePolicy) -> FilePolicy:
+    """Return the rules with everything readable that may be written: Landlock renames that."""
+    replace = msgspec.structs.replace
+    opened = (
+        replace(rule, access=rule.access | {"read"})
+        if rule.verdict == "allow" and "write" in rule.access
+        else rule
+        for rule in files.rules
+    )
+    return replace(files, rules=tuple(opened))
 
 
 def operations(model: Model) -> Iterator[tuple[str, bool]]:

@@ -368,6 +368,12 @@ def test_what_the_policy_leaves_open(policy: dict[str, object] | None, risks: li
         assert [each.risk for each in found] == expected
 
 
+def test_a_network_that_is_closed_for_want_of_rules_opens_nothing() -> None:
+    row = PolicyRow(place="network.default", verdict="deny", text="all else", state="closed")
+    in_force = SandboxPolicy(network="nat", policy={"extends": "open"}, rows=[row])
+    assert list(running.network("s", in_force)) == []
+
+
 def test_what_is_not_enforced_is_a_finding_and_protects_nothing() -> None:
     policy = {
         "files": {"hide": ["/a", "/b"], "rules": [{"paths": ["/c"], "deny": ["write"]}]},

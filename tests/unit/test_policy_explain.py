@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from dsecd.host.probe import Feature
 from dsecd.policy import explain, language
 from dsecd.policy.compile import Compiled, compile_policy
-from dsecd.policy.explain import Row
+from dsecd.policy.explain import CLOSED, Row
 from dsecd.policy.mechanisms import (
     APART,
     AT_START,
@@ -24,6 +25,7 @@ from dsecd.policy.mechanisms import (
     NO_MOUNTS,
     NOT_LISTENED,
     READ_TOO,
+    RENAMED,
     SHARED,
 )
 from libdsec.errors import InvalidArgument, Unsupported
@@ -61,13 +63,27 @@ def test_a_closed_network_is_the_namespaces_work() -> None:
 
 def test_an_allowlist_needs_bpf_and_says_so() -> None:
     found = rows({"network": {"services": {"pypi": True}}}, "bpf_cgroup")
-    assert found["network.services.pypi"].state == "not enforced"
-    (reason,) = found["network.default"].reasons
-    assert reason == (
-        "bpf_cgroup is not there (bpf_cgroup: refused here), so the sandbox reaches nothing at all"
-    )
+    for place, mechanism in (("services.pypi", "resolver"), ("default", "bpf_cgroup")):
+        row = found[f"network.{place}"]
+        assert (row.state, row.by) == ("closed", ("netns",))
+        assert row.reasons == (CLOSED, f"{mechanism} is not there (bpf_cgroup: refused here)")
+    with pytest.raises(Unsupported, match="nothing is reachable"):
+        explain.require_all(found.values())
     here = rows({"network": {"services": {"pypi": True}}})["network.services.pypi"]
     assert (here.state, here.by, here.remarks) == ("enforced", ("resolver",), (SHARED,))
+
+
+def test_only_who_would_enforce_rules_closes_a_network_without() -> None:
+    """A backend that knows no rules on networks leaves them open, and a host without namespaces."""
+    rules = compiled({"network": {"services": {"192.0.2.0/24": True}}})
+    lacking = table("bpf_cgroup")
+    for offered, state in (({"netns", "bpf_cgroup"}, "closed"), ({"netns"}, "not enforced")):
+        found = explain.explain(rules, lacking, offered)
+        assert {row.state for row in found if row.place.startswith("network.")} == {state}
+    found = explain.explain(rules, table("bpf_cgroup", "network_namespaces"))
+    assert {row.state for row in found if row.place.startswith("network.")} == {"not enforced"}
+    with_link = explain.explain(compiled({}), lacking, {"seccomp", "bpf_cgroup"})
+    assert {row.place: row.state for row in with_link}["network.default"] == "closed"
 
 
 def test_a_denied_name_is_open_by_number_where_everything_is() -> None:
@@ -121,6 +137,14 @@ def test_landlock_closes_files_but_for_attributes() -> None:
         "partly",
         ATTRIBUTES,
     )
+
+
+def test_landlock_does_not_see_what_a_name_opens_within_its_directory() -> None:
+    rules = [{"paths": ["/w"], "allow": ["write"]}, {"paths": ["/w/known"], "allow": ["read"]}]
+    value = {"files": {"default": "deny", "rules": rules}}
+    assert RENAMED in rows(value, *WITHOUT_LSM)["files.default"].reasons[0]
+    rules[1]["allow"] = ["write"]
+    assert RENAMED not in rows(value, *WITHOUT_LSM)["files.default"].reasons[0]
 
 
 def test_a_filter_of_calls_closes_mounts_only_whole() -> None:
@@ -209,11 +233,19 @@ def test_less_is_never_enforced_more(value: dict[str, Any], offered: set[str], g
         rules = compiled(value)
     except InvalidArgument:
         reject()
-    grades = ["not enforced", "partly", "enforced"]
     before = explain.explain(rules, table(), offered=offered)
-    after = explain.explain(rules, table(), offered=offered - {gone})
     assert len(before) >= len(rules.lines)
+    assert_no_better(before, explain.explain(rules, table(), offered=offered - {gone}))
+    lacking = table(*NEEDS[gone])
+    assert_no_better(before, explain.explain(rules, lacking, offered=offered))
+
+
+def assert_no_better(before: Iterable[Row], after: Iterable[Row]) -> None:
+    grades = ["not enforced", "partly", "enforced"]
     for old, new in zip(before, after, strict=True):
-        assert grades.index(new.state) <= grades.index(old.state)
+        if new.state == "closed":  # more than any rule asks for, but what it opens is not there
+            assert new.place.startswith("network.")
+        else:
+            assert grades.index(new.state) <= grades.index(old.state)
         assert bool(new.reasons) == (new.state != "enforced")
         assert str(new)

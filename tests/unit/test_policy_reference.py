@@ -119,6 +119,27 @@ def test_a_directory_above_a_protected_path_cannot_be_renamed() -> None:
     assert reference.decide_rename(files, "/v", "/w/tests/x") == "deny"
 
 
+def test_what_cannot_be_read_gets_no_name_under_which_it_can() -> None:
+    rules = [{"paths": ["/w/s", "/**/*.key"], "deny": ["read"]}]
+    files = compiled({"files": {"rules": rules}}).files
+    for source in ("/w/s", "/w/a.key"):
+        assert reference.decide_file(files, "write", source) == "allow"
+        assert reference.decide_rename(files, source, "/w/t") == "deny"
+        assert reference.decide_link(files, source, "/w/t") == "deny"
+    assert reference.decide_link(files, "/w/a.key", "/w/b.key") == "allow"  # nor under that one
+    assert reference.decide_link(files, "/w/t", "/w/a.key") == "allow"
+    assert reference.decide_rename(files, "/w/t", "/w/a.key") == "allow"
+
+
+def test_a_link_opens_no_more_than_the_name_before() -> None:
+    rules = [{"paths": ["/w/run"], "deny": ["execute"]}, {"paths": ["/w/kept"], "deny": ["write"]}]
+    files = compiled({"files": {"rules": rules}}).files
+    assert reference.decide_link(files, "/w/run", "/w/x") == "deny"
+    assert reference.decide_link(files, "/w/kept", "/w/x") == "deny"
+    assert reference.decide_link(files, "/w/x", "/w/kept") == "deny"
+    assert reference.decide_link(files, "/w/x", "/w/y") == "allow"
+
+
 def test_system_calls_are_decided_by_their_rules() -> None:
     system = compiled(
         {

@@ -26,7 +26,7 @@ from dsecd.host import apt
 from dsecd.policy import catalogue, language, mechanisms, targets, update
 from dsecd.policy.catalogue import Catalogue, Service
 from dsecd.policy.compile import Compiled, compile_policy
-from dsecd.policy.explain import Row, explain, require_all, unenforced
+from dsecd.policy.explain import Row, explain, leaves_closed, require_all, unenforced
 from dsecd.policy.language import Policy
 from dsecd.policy.presets import PRESETS
 from libdsec.errors import InvalidArgument
@@ -60,6 +60,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     network: NetworkMode
     mechanisms: tuple[str, ...]
     updated: bool = False  # not that of the create any more
+    closed: bool = False  # it has rules on networks and no link, for nothing would enforce them
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,21 +216,22 @@ class Policies:
         )
         return _granted(account, strict)
 
-    def restored(self, packed: bytes) -> Account:
+    async def restored(self, packed: bytes) -> Account:
         """Return what was journalled. Raises `InvalidArgument` if this version cannot read it."""
         key = _digest(packed)
-        found = self._kept(key)
-        if found is not None:
-            return found
+        return self._kept(key) or await self._made(key, packed, lambda: self._make_restored(packed))
+
+    # --- making and keeping
+
+    def _make_restored(self, packed: bytes) -> Account:
         try:
             source = msgspec.msgpack.decode(packed, type=Source)
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"policy: made by another version: {error}") from error
         applied = tuple(name for name in source.mechanisms if name in mechanisms.NEEDS)
-        made = self._make(source.policy, source.services, source.network, applied, source.updated)
-        return self._keep(key, made)
-
-    # --- making and keeping
+        return self._make(
+            source.policy, source.services, source.network, applied, source.updated, source.closed
+        )
 
     def _key(self, asked: Asked) -> bytes:
         if asked.policy is None and asked.network_rules is None and self._default is None:
@@ -279,9 +281,11 @@ class Policies:
         if wanted is None:
             raise _nothing_given()
         before = Policy() if present is None else present.source.policy
-        applied = self._applied("nat") if present is None else present.source.mechanisms
+        applied, closed = self._applied("nat"), None
+        if present is not None:
+            applied, closed = present.source.mechanisms, present.source.closed
         policy = update.with_network(before, wanted)
-        return self._make(policy, self._services, "nat", applied, updated=True)
+        return self._make(policy, self._services, "nat", applied, True, closed)
 
     def _make(
         self,
@@ -290,6 +294,7 @@ class Policies:
         network: NetworkMode,
         applied: tuple[str, ...] | None = None,
         updated: bool = False,
+        closed: bool | None = None,
     ) -> Account:
         compiled = compile_policy(policy, services)
         network = _network(compiled, network)
@@ -299,12 +304,14 @@ class Policies:
             table = self._backend.features()
             self._probed = True
         there = {row.name for row in table if row.available}
+        if closed is None:
+            closed = network != "none" and leaves_closed(table, applied)
         source = Source(
             policy=policy, services=services_of(policy, services), network=network,
             mechanisms=tuple(n for n in applied if there.issuperset(mechanisms.NEEDS[n])),
-            updated=updated,
+            updated=updated, closed=closed,
         )  # fmt: skip
-        rows = explain(compiled, table, applied)
+        rows = explain(compiled, table, applied, closed)
         return Account(
             source=source,
             packed=msgspec.msgpack.encode(source),

@@ -115,10 +115,11 @@ async def _free(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
 
 
 async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
+    account = await _account(manager, row)  # before: from `recover` on it may die
     instance = await manager.backend.recover(handle)
     if instance is None:
         return False
-    sandbox = _sandbox(manager, row, _account(manager, row))
+    sandbox = _sandbox(manager, row, account)
     sandbox.handle, sandbox.channel = instance.handle, instance.channel
     sandbox.address, sandbox.address6 = row.address, row.address6
     sandbox.state = "running"
@@ -153,12 +154,12 @@ def _sandbox(manager: Manager, row: Row, account: Account | None = None) -> Sand
     return sandbox
 
 
-def _account(manager: Manager, row: Row) -> Account | None:
+async def _account(manager: Manager, row: Row) -> Account | None:
     """Return the policy of a sandbox; what is in force does not depend on our understanding it."""
     if not row.policy:
         return None
     try:
-        return manager.policies.restored(row.policy)
+        return await manager.policies.restored(row.policy)
     except InvalidArgument as error:
         log.event(logger, logging.ERROR, "policy not understood", sandbox=row.id, why=error.message)
         if UNREAD not in row.notes:

@@ -18,10 +18,10 @@ from dsecd.policy.mechanisms import NEEDS, Reach, Way
 from dsecd.policy.rules import Verdict
 from libdsec.errors import Unsupported
 
-# a sandbox with rules for its network has no link where these are not there
-CLOSED_INSTEAD = ("bpf_cgroup", "resolver")
-State = Literal["enforced", "partly", "not enforced"]
-_WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "not enforced": 2}
+State = Literal["enforced", "partly", "closed", "not enforced"]
+_WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "closed": 2, "not enforced": 3}
+_BY_LINK = ("bpf_cgroup", "resolver")  # without them a sandbox with rules has no link
+CLOSED = "nothing is reachable, for the rules cannot be enforced"
 
 
 class Feature(Protocol):
@@ -37,6 +37,9 @@ class Feature(Protocol):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What becomes of one entry of the policy, or of a default (`place` ends with ``.default``).
+
+    ``closed`` is more than the rule asks for: where the kernel enforces no rules on networks, a
+    backend that applies `bpf_cgroup` elsewhere gives a sandbox that has some no link.
 
     `by` are mechanisms of `mechanisms.NEEDS`, or `default` where nothing has to be done. `reasons`
     say what is missing, one sentence each; () when the rule is enforced. `remarks` are limits that
@@ -62,7 +65,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class _Host:
     """Which mechanisms there are, and why the others are not."""
 
-    def __init__(self, table: Iterable[Feature], offered: Collection[str] | None) -> None:
+    def __init__(
+        self, table: Iterable[Feature], offered: Collection[str] | None, closed: bool
+    ) -> None:
         rows = {row.name: row for row in table}
         self._missing: dict[str, str] = {"default": ""}
         for mechanism, needs in NEEDS.items():
@@ -73,8 +78,7 @@ class _Host:
                 if row is None or not row.available:
                     why = row.reason if row else "not in the probe's table"
                     self._missing[mechanism] = f"{mechanism} is not there ({need}: {why})"
-                    if mechanism in CLOSED_INSTEAD:
-                        self._missing[mechanism] += ", so the sandbox reaches nothing at all"
+        self._closed = closed
 
     def judge(self, ways: tuple[Way, ...]) -> tuple[State, str, tuple[str, ...]]:
         """Return the state, the mechanism ("" for none) and what is missing, of one rule."""
@@ -85,21 +89,37 @@ class _Host:
         missing = tuple(self._missing[way.mechanism] for way in ways if way not in there)
         if there:
             return "partly", there[0].mechanism, (there[0].short, *missing)
+        if self._closed and any(way.mechanism in _BY_LINK for way in ways):
+            return "closed", "netns", (CLOSED, *missing)
         return "not enforced", "", missing
 
 
 def explain(
-    compiled: Compiled, table: Iterable[Feature], offered: Collection[str] | None = None
+    compiled: Compiled,
+    table: Iterable[Feature],
+    offered: Collection[str] | None = None,
+    closed: bool | None = None,
 ) -> tuple[Row, ...]:
     """Return a row for each entry of the policy and for each default that denies.
 
     `table` is that of `dsecd.host.probe.probe()`; `offered` are the mechanisms that are
-    applied to a sandbox, None for all of them.
+    applied to a sandbox, None for all of them. `closed`: whether it has no link, for want of
+    rules; None for one that is to be made.
     """
-    host = _Host(table, offered)
+    table = tuple(table)
+    host = _Host(table, offered, leaves_closed(table, offered) if closed is None else closed)
     reached = mechanisms.reach(compiled.net)
     rows = [_row(line, host, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
     return (*rows, *_defaults(compiled, reached, host))
+
+
+def leaves_closed(table: Iterable[Feature], offered: Collection[str] | None = None) -> bool:
+    """Say whether a sandbox with rules on networks gets no link here, for they would not hold."""
+    there = {row.name for row in table if row.available}
+    applied = offered is None or "bpf_cgroup" in offered
+    return (
+        applied and there.issuperset(NEEDS["netns"]) and not there.issuperset(NEEDS["bpf_cgroup"])
+    )
 
 
 def unenforced(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -168,7 +188,7 @@ def _defaults(compiled: Compiled, reached: Reach, host: _Host) -> Iterator[Row]:
     system = compiled.system
     for table, verdict, ways in (
         ("network", compiled.net.default, mechanisms.for_net(reached)),
-        ("files", compiled.files.default, mechanisms.for_file_default()),
+        ("files", compiled.files.default, mechanisms.for_file_default(compiled.files)),
         ("ioctls", system.ioctl_default, mechanisms.for_ioctl()),
         ("mounts", system.mount_default, mechanisms.for_mount_default(system)),
         ("unix", system.unix_default, mechanisms.for_unix_default()),

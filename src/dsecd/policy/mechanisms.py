@@ -44,6 +44,10 @@ HELD = (
 )
 ENTRY = "the path itself cannot be made, removed or renamed, only what is in it be changed"
 GAIN = "files cannot be renamed or linked to where more is allowed (EXDEV)"
+RENAMED = (
+    "a file can be renamed or linked, within its directory, to a name that a rule opens further, "
+    "and later commands then have that"
+)
 APART = "processes of one command neither trace those of another nor see them in /proc"
 READ_TOO = "to execute, a rule must allow reading, too"
 NOT_LISTENED = "nothing can listen there either"
@@ -155,12 +159,30 @@ def for_hidden(pattern: str) -> tuple[Way, ...]:
     return lsm if guards.mask(pattern) is None else (*lsm, Way("mounts", remark=_MOUNTED))
 
 
-def for_file_default() -> tuple[Way, ...]:
+def for_file_default(policy: FilePolicy) -> tuple[Way, ...]:
     """Return the ways to close every path that no rule opens."""
+    short = f"{ATTRIBUTES}; {RENAMED}" if _opens_further(policy) else ATTRIBUTES
     return (
         Way("apparmor", _unseen(EVERY_ACCESS)),
         Way("bpf_lsm", remark=OWN_CLOSED),
-        Way("landlock", ATTRIBUTES, f"{NO_MOUNTS}; {APART}"),
+        Way("landlock", short, f"{NO_MOUNTS}; {APART}"),
+    )
+
+
+def _opens_further(policy: FilePolicy) -> bool:
+    """Say whether some rule opens a path further than one that opens a directory above to writing.
+
+    Landlock knows the files that are there when a command starts, and within a directory asks no
+    more of a new name than writing (landlock(7), LANDLOCK_ACCESS_FS_REFER).
+    """
+    opening = [rule for rule in policy.rules if rule.verdict == "allow"]
+    return any(
+        "write" in above.access
+        and not below.access <= above.access
+        and above.pattern != below.pattern
+        and globs.covers(above.pattern, below.pattern)
+        for above in opening
+        for below in opening
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 from dsecd.policy import globs
 from dsecd.policy.rules import (
     DNS_PORT,
+    EVERY_ACCESS,
     LAST_PORT,
     Access,
     FilePolicy,
@@ -137,10 +138,11 @@ def decide_file(policy: FilePolicy, access: Access, path: str) -> Verdict:
 
 
 def decide_rename(policy: FilePolicy, source: str, target: str) -> Verdict:
-    """Return the verdict on rename(2): a write of both paths that takes no protected path along.
+    """Return the verdict on rename(2): a read of the old path and a write of both.
 
-    Renaming a directory above what a rule protects would carry it out of the rule's reach. Of a
-    pattern with wildcards the literal directories at its start are held in place in this way.
+    What cannot be read could else be given a name under which it can. No protected path is taken
+    along: renaming a directory above what a rule protects would carry it out of the rule's reach.
+    Of a pattern with wildcards the literal directories at its start are held in place in this way.
     """
     anchors = [globs.head(pattern) for pattern in policy.hidden] + [
         globs.head(rule.pattern) for rule in policy.rules if rule.verdict == "deny"
@@ -148,8 +150,22 @@ def decide_rename(policy: FilePolicy, source: str, target: str) -> Verdict:
     beneath = source.rstrip("/") + "/"
     if any(anchor == source or anchor.startswith(beneath) for anchor in anchors):
         return "deny"
-    both = {decide_file(policy, "write", source), decide_file(policy, "write", target)}
-    return "deny" if "deny" in both else "allow"
+    needed = {
+        decide_file(policy, "read", source),
+        decide_file(policy, "write", source),
+        decide_file(policy, "write", target),
+    }
+    return "deny" if "deny" in needed else "allow"
+
+
+def decide_link(policy: FilePolicy, source: str, target: str) -> Verdict:
+    """Return the verdict on link(2): a write of the new path, which opens no more than the old."""
+    opens_more = any(
+        decide_file(policy, access, source) == "deny"
+        and decide_file(policy, access, target) == "allow"
+        for access in EVERY_ACCESS
+    )
+    return "deny" if opens_more else decide_file(policy, "write", target)
 
 
 def decide_ioctl(policy: SystemPolicy, request: int) -> Verdict:

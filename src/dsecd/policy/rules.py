@@ -108,7 +108,8 @@ class FilePolicy(msgspec.Struct, frozen=True, kw_only=True):
     A pattern is absolute; `?` is one character and `*` any number of them, none being `/`; `**` is
     any number of characters, and between two slashes may be nothing: `/**/x` covers `/x`. A pattern
     covers each path it matches and everything beneath that path.
-    `write` is every change: content, creation, removal, renaming, mode, owner, attributes.
+    `write` is every change: content, creation, removal, renaming, mode, owner, attributes. Renaming
+    a file takes `read` of it, too, and a hard link may not open more than the name before.
     A path that a pattern of `hidden` covers cannot be used at all, and its content not be seen.
     """
 

@@ -1,7 +1,8 @@
 """A Debian layer with the software of the compatibility tests, built once and kept.
 
 It is built from the host's own mirror by scripts/build-base into a cache (DSEC_TEST_CACHE, default
-/var/cache/dsec-tests) and linked from there into the store of each test's daemon.
+/var/cache/dsec-tests) and linked from there into the store of each test's daemon. Run as a program
+this builds it: the guest of scripts/vm-test sees the host's cache and reaches no mirror.
 """
 
 from __future__ import annotations
@@ -94,3 +95,7 @@ def download(package: str) -> Path | None:
         subprocess.run(command, cwd=directory, check=False, capture_output=True)
         found = sorted(directory.glob(f"{package}_*.deb"))
     return found[-1] if found else None
+
+
+if __name__ == "__main__":
+    asyncio.run(build())
