@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from dsecd.images.library import Named
 from dsecd.policy import seccomp
 from libdsec.model import LayerImport
 from tests.system.compat.debian import IMAGE, build, lend
@@ -263,21 +264,26 @@ def nothing_left_behind() -> None:
 async def lab() -> AsyncIterator[Lab]:
     layer = await build()
     async with open_lab(base=False) as made:
-        await lend(layer, made.place.state)
-        root = made.place.root / "guarded"
-        for name in ("a/b/c", "data/vault", "attack"):
-            (root / name).mkdir(parents=True)
-        (root / "attack/kit.py").write_text(KIT.read_text())
-        for name in ("a/b/c/f", "a/b/one"):
-            (root / name).write_text("original\n")
-        for name in ("data/secret", "data/vault/x"):
-            (root / name).write_text("SECRET\n")
-        (root / "data/open").write_text("open\n")
-        (root / "a/b/run").write_text("#!/bin/echo RAN\n")
-        (root / "a/b/run").chmod(0o755)
-        (root / "a/link").symlink_to("b/c")
-        await made.backend.layers().import_(LayerImport(name=TOOLKIT, source=str(root)))
+        await furnish(made, layer)
         yield made
+
+
+async def furnish(made: Lab, layer: Named) -> None:
+    """Put the Debian layer into the lab, and one with what is attacked and the kit."""
+    await lend(layer, made.place.state)
+    root = made.place.root / "guarded"
+    for name in ("a/b/c", "data/vault", "attack"):
+        (root / name).mkdir(parents=True)
+    (root / "attack/kit.py").write_text(KIT.read_text())
+    for name in ("a/b/c/f", "a/b/one"):
+        (root / name).write_text("original\n")
+    for name in ("data/secret", "data/vault/x"):
+        (root / name).write_text("SECRET\n")
+    (root / "data/open").write_text("open\n")
+    (root / "a/b/run").write_text("#!/bin/echo RAN\n")
+    (root / "a/b/run").chmod(0o755)
+    (root / "a/link").symlink_to("b/c")
+    await made.backend.layers().import_(LayerImport(name=TOOLKIT, source=str(root)))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -102,17 +102,20 @@ def fail_a_mount(order: Path) -> None:
         wrap(name)
 
 
-def use_only_apparmor() -> None:
-    """No mounts over what a policy closes, no Landlock, no BPF: AppArmor is seen alone."""
-    container_confine.guards.for_policy = lambda *_: ()
-    container_confine.landlock.for_policy = lambda *_: None
-    container_lsm.lsm.concerns = lambda *_: False
-
-
-def use_only_bpf_lsm() -> None:
-    """No AppArmor, no calls closed for a policy: what the programs deny is seen alone."""
-    container_apparmor.AppArmor.start = lambda _: None  # type: ignore[method-assign]
-    container_confine._filter = lambda *_, **__: seccomp.command_filter()
+# What to put in place of what, so that one mechanism for files is seen alone
+ALONE: dict[str, tuple[tuple[object, str, object], ...]] = {
+    # no mounts over what a policy closes, no Landlock, no BPF
+    "only-apparmor": (
+        (container_confine.guards, "for_policy", lambda *_: ()),
+        (container_confine.landlock, "for_policy", lambda *_: None),
+        (container_lsm.lsm, "concerns", lambda *_: False),
+    ),
+    # no AppArmor, no calls closed for a policy
+    "only-bpf-lsm": (
+        (container_apparmor.AppArmor, "start", lambda _: None),
+        (container_confine, "_filter", lambda *_, **__: seccomp.command_filter()),
+    ),
+}
 
 
 def main() -> int:
@@ -131,10 +134,8 @@ def main() -> int:
         fail_each_step()
     if name == "fail-a-mount":
         fail_a_mount(Path(sys.argv[3]).with_name("fail-a-mount"))
-    if name == "only-apparmor":
-        use_only_apparmor()
-    if name == "only-bpf-lsm":
-        use_only_bpf_lsm()
+    for place, attribute, value in ALONE.get(name, ()):
+        setattr(place, attribute, value)
     if name == "in-a-copy":
         die_in_a_copy()
     if name == "in-a-keep":
