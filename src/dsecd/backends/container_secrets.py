@@ -15,21 +15,22 @@ from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_network import Networks
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
+from dsecd.doors.gate import Doors, Refusal, bind_free
 from dsecd.host.netns import NetnsPool
 from dsecd.host.plan import Bind
 from dsecd.secrets import trust
-from dsecd.secrets.proxy import Doors, Refusal, SandboxProxy, bind
+from dsecd.secrets.proxy import SandboxProxy
 from dsecd.secrets.reach import Reach
 from dsecd.secrets.secret import Secret
 from dsecd.secrets.upstream import Dialer, client_context
 from dsecd.secrets.vault import Vault
-from libdsec.errors import DSecError, Unavailable, Unsupported
+from libdsec.errors import DSecError, Unsupported
 
 if TYPE_CHECKING:
     from dsecd.secrets.authority import Authority
 
 logger = logging.getLogger("dsecd.container")
-TRIES = 8  # addresses for one name: an old one is free again only when its sockets are
+NETWORK = 77  # 127.77.x.x
 
 
 class Secrets:
@@ -171,10 +172,4 @@ class Secrets:
 def _open_doors(doors: list[Doors], count: int) -> None:
     """Bind an address for each name. For a thread in the container's network namespace."""
     for number in range(count):
-        for attempt in range(TRIES):
-            try:
-                doors.append(bind(f"127.77.{attempt}.{number + 1}"))
-                break
-            except Unavailable:
-                if attempt == TRIES - 1:
-                    raise
+        doors.append(bind_free(NETWORK, number + 1))

@@ -1,6 +1,6 @@
-"""Which names with secrets a policy lets a sandbox reach, and at which addresses. Pure.
+"""Which names a policy lets a sandbox reach through the host, and at which addresses. Pure.
 
-The proxy connects from the host, where no program of the sandbox's policy sees it: what the policy
+Proxy and relay connect from the host, where no program of the policy sees it: what the policy
 says is asked here.
 """
 
@@ -21,26 +21,23 @@ class Reach:
         self._open = policy.default == "allow"
         self._names = NameTable(policy)
         self._closed = [
-            rule.prefix
+            rule
             for rule in policy.rules
-            if rule.verdict == "deny"
-            and rule.protocol in ("tcp", "any")
-            and rule.first_port <= PORT <= rule.last_port
+            if rule.verdict == "deny" and rule.protocol in ("tcp", "any")
         ]
 
-    def ruling(self, host: str) -> Ruling | None:
-        """Return what holds for HTTPS at `host`; None when the policy does not open it."""
+    def ruling(self, host: str, port: int = PORT) -> Ruling | None:
+        """Return what holds for TCP at a port of `host`; None when the policy does not open it."""
         found = self._names.judge(host)
         opened = self._open or any(
-            opening.protocol == "tcp" and opening.first_port <= PORT <= opening.last_port
+            opening.protocol == "tcp" and opening.first_port <= port <= opening.last_port
             for opening in found.openings
         )
         return found if found.answered and opened else None
 
-    def allowed(self, addresses: Iterable[Address]) -> list[str]:
+    def allowed(self, addresses: Iterable[Address], port: int = PORT) -> list[str]:
         """Return those of a name's addresses that no rule denies: that wins over a name's rule."""
+        closed = [rule.prefix for rule in self._closed if rule.first_port <= port <= rule.last_port]
         return [
-            str(address)
-            for address in addresses
-            if not any(address in prefix for prefix in self._closed)
+            str(address) for address in addresses if not any(address in prefix for prefix in closed)
         ]
