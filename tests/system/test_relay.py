@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from dsecd.secrets.authority import Authority
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec.errors import Unavailable
 from libdsec.model import Event
 from tests.system.compat.debian import IMAGE, build, lend
 from tests.system.daemon import Daemon, daemon
@@ -70,6 +71,13 @@ except OSError: pass
 print("ended", flush=True)
 """
 
+TAKE = """
+import socket, time
+listening = socket.create_server(("", 443))
+print("taken", flush=True)
+time.sleep(100)
+"""
+
 
 class Network:
     """Servers of all names at one address; `seen` are the names that came, by SNI or Host."""
@@ -79,20 +87,31 @@ class Network:
         self.context = Authority.load(directory).context(HOST)
         self.context.sni_callback = lambda _sock, name, _context: self.seen.append(name)
         self._servers: list[asyncio.Server] = []
+        self._serving: set[asyncio.Task[Any]] = set()
         self._release = asyncio.Event()
 
     async def start(self, fd: int) -> None:
         for port, context in ((443, self.context), (80, None)):
             sock = listen(fd, ADDRESS, port)
             sock.setblocking(False)
-            self._servers.append(await asyncio.start_server(self._serve, sock=sock, ssl=context))
+            wait_s = 1.0 if context else None  # a client that was cut off never answers
+            self._servers.append(
+                await asyncio.start_server(
+                    self._serve, sock=sock, ssl=context, ssl_shutdown_timeout=wait_s
+                )
+            )
 
     async def close(self) -> None:
         self._release.set()
         for server in self._servers:
             server.close()
+        await asyncio.gather(*self._serving)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             if writer.get_extra_info("ssl_object") is None:
@@ -254,6 +273,22 @@ async def test_updates_switch_it_and_cut_what_they_close(
     assert await resolved(sandbox, HOST) == [ADDRESS]
     assert await asked(sandbox, f"443:{HOST}:127.78.0.1") == ["failed Connection refused"]
     assert await asked(sandbox, f"443:{HOST}") == ["200 yes!"]
+
+
+async def test_an_update_is_refused_where_the_port_is_taken_and_changes_nothing(
+    client: DSecClient, network: Network
+) -> None:
+    sandbox = await make(client, UNCHECKED)
+    job = await sandbox.commands.run(["python3", "-c", TAKE], background=True)
+    assert (await anext(aiter(job))).data == b"taken\n"
+    with pytest.raises(Unavailable, match=r"port 443 in the sandbox: .*; end what listens"):
+        await sandbox.update_network(policy=CHECKED)
+    assert await resolved(sandbox, HOST) == [ADDRESS]
+    assert await asked(sandbox, f"443:{OTHER}") == ["200 yes!"]
+    await job.kill()
+    await sandbox.update_network(policy=CHECKED)
+    assert await asked(sandbox, f"443:{HOST}") == ["200 yes!"]
+    assert await asked(sandbox, f"443:{OTHER}") == ["alert TLSV1_UNRECOGNIZED_NAME"]
 
 
 async def test_it_outlives_a_killed_daemon(

@@ -242,3 +242,7 @@ def test_checked_names_say_what_is_checked_and_what_is_closed() -> None:
     value["network"]["rules"].append({"allow": "192.0.2.0/24"})  # type: ignore[attr-defined]
     web, *_ = explain.explain(compiled(value), table())
     assert mechanisms.SOME_BY_NUMBER in web.remarks[0]
+    web, *_ = explain.explain(compiled(value), table("bpf_cgroup"))
+    assert web.state == "not enforced"
+    assert "relay is not there (bpf_cgroup: refused here)" in web.reasons[0]
+    assert web.reasons[0].endswith("so the sandbox reaches nothing at all")

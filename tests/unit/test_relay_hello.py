@@ -104,6 +104,8 @@ def test_a_hello_that_ends_early_is_refused(length: int) -> None:
         (body(sni(HOST.encode(), kind=1)), "no name of a host"),
         (body(sni(b"")), "no name of a host"),
         (body(sni(HOST.encode() + b".")), "no name of a host"),
+        (body(sni(b"203.0.113.20")), "no name of a host"),
+        (body(sni(b"2001:db8::1")), "no name of a host"),
         (body(sni(b"api.example.com\0.evil.org")), "no name of a host"),
         (body(sni(b".".join([b"a" * 60] * 5))), "no name of a host"),
         (body(sni("bücher.example".encode())), "no name of a host"),

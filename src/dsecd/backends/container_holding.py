@@ -9,6 +9,7 @@ import msgspec
 from dsecd.backends.abc import Handle
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_names import Names
+from dsecd.doors.reach import Reach
 from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
 from dsecd.host.netns import Netns
 from dsecd.host.nettable import IpAddress
@@ -20,7 +21,6 @@ from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 from dsecd.policy.packed import pack
 from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
-from dsecd.secrets.reach import Reach
 
 FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 

@@ -9,14 +9,15 @@ import ipaddress
 import logging
 from collections.abc import Callable
 
+from dsecd.backends.container_doors import bind_inside
 from dsecd.backends.container_holding import Holding
-from dsecd.doors.gate import Doors, Refusal, bind_free
+from dsecd.doors.gate import Doors, Refusal
+from dsecd.doors.reach import Reach
+from dsecd.doors.upstream import Dialer
 from dsecd.host.netns import NetnsPool
 from dsecd.host.nettable import IpAddress
 from dsecd.policy.rules import CHECKED_PORTS, NetPolicy
 from dsecd.relay.relay import SandboxRelay
-from dsecd.secrets.reach import Reach
-from dsecd.secrets.upstream import Dialer
 from libdsec.errors import Unavailable
 
 logger = logging.getLogger("dsecd.container")
@@ -43,19 +44,15 @@ class Relays:
         if not policy.check_names or holding.sandbox in self._served:
             return
         assert holding.netns is not None
-        doors: list[Doors] = []
         try:
-            await self._netns.run_inside(holding.netns, lambda: doors.append(bind_free(NETWORK, 1)))
+            (doors,) = await bind_inside(self._netns, holding.netns, NETWORK, 1)
         except Unavailable as error:
             if not taken_over:
                 raise
-            logger.error("a sandbox gets no checked names: %s", error.message)
+            logger.error("%s gets no checked names: %s", holding.sandbox, error.message)
+            self._tell(holding, {"where": "relay", "name": "", "reason": error.message})
             return
-        except BaseException:
-            for each in doors:
-                each.close()
-            raise
-        relay = self._served[holding.sandbox] = self._make(holding, doors[0], Reach(policy))
+        relay = self._served[holding.sandbox] = self._make(holding, doors, Reach(policy))
         holding.relay = ipaddress.ip_address(relay.address)
         relay.start()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import socket
 import ssl
@@ -73,8 +74,9 @@ def bind(address: str, tls_port: int = TLS_PORT, plain_port: int = PLAIN_PORT) -
                 sock.bind((address, port))
                 sock.listen(BACKLOG)
             except OSError as error:
+                hint = "; end what listens at that port" if error.errno == errno.EADDRINUSE else ""
                 raise Unavailable(
-                    f"cannot listen at {address} port {port} in the sandbox: {error.strerror}"
+                    f"cannot listen at {address} port {port} in the sandbox: {error.strerror}{hint}"
                 ) from error
             made.append(sock)
         undo.pop_all()

@@ -13,7 +13,10 @@ GOODBYE_S = 5.0  # for the other side to take the end of an answer
 
 
 class Link(msgspec.Struct, frozen=True):
-    """An open connection. Who has it aborts it."""
+    """An open connection. Who has it aborts it.
+
+    What writes goes through here: of a transport that was lost uvloop raises RuntimeError.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -23,8 +26,14 @@ class Link(msgspec.Struct, frozen=True):
 
     async def send(self, data: bytes) -> None:
         """Write `data`, and wait while too much is unsent. Raises OSError."""
+        self._check()
         self.writer.write(data)
         await self.writer.drain()
+
+    def end(self) -> None:
+        """Say that nothing more is sent. Raises OSError."""
+        self._check()
+        self.writer.write_eof()
 
     async def finish(self, wait_s: float) -> None:
         """Close once what was written is taken, which may last `wait_s`. May raise OSError."""
@@ -33,3 +42,7 @@ class Link(msgspec.Struct, frozen=True):
                 self.writer.close()
                 await self.writer.wait_closed()
         self.abort()
+
+    def _check(self) -> None:
+        if self.writer.transport.is_closing():
+            raise ConnectionResetError("the other side has closed the connection")

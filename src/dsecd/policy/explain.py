@@ -19,7 +19,7 @@ from dsecd.policy.rules import Verdict
 from libdsec.errors import Unsupported
 
 # a sandbox with rules for its network has no link where these are not there
-CLOSED_INSTEAD = ("bpf_cgroup", "resolver")
+CLOSED_INSTEAD = ("bpf_cgroup", "resolver", "relay")
 State = Literal["enforced", "partly", "not enforced"]
 _WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "not enforced": 2}
 

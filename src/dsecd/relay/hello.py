@@ -112,11 +112,14 @@ def _name(extension: bytes) -> str:
     kind, name = names.number(1), names.vector(2)
     names.end()  # one name of each type, and there is one type
     host = plain(name.split(b".")) if len(name) <= _NAME_MOST else ""
-    if kind != _HOST_NAME or not host:
+    if kind != _HOST_NAME or not host or host.rpartition(".")[2].isdigit():  # an IPv4 address
         raise BadHello("the name in its TLS ClientHello is no name of a host")
     return host
 
 
 def asks_again(body: bytes) -> bool:
-    """Say whether the body of a server's first handshake record wants another ClientHello."""
-    return body[:1] == bytes([_SERVER_HELLO]) and body[6:38] == _AGAIN
+    """Say whether a server's first handshake record may want another ClientHello.
+
+    So does what is no whole beginning of a ServerHello: a HelloRequest, a record of a few bytes.
+    """
+    return body[:1] != bytes([_SERVER_HELLO]) or len(body) < 38 or body[6:38] == _AGAIN

@@ -10,6 +10,7 @@ import h11
 
 from dsecd.doors.gate import Arrival, Doors, Gate, Limits, Refusal
 from dsecd.doors.link import GOODBYE_S, Link
+from dsecd.doors.reach import Reach
 from dsecd.policy.rules import CHECKED_PORTS
 from dsecd.relay.hello import BadHello
 from dsecd.relay.tls import UNRECOGNIZED, Crossing, read_hello
@@ -18,7 +19,6 @@ from dsecd.resolver.reserved import Address
 from dsecd.secrets import heads
 from dsecd.secrets.exchange import Exchange, Timing
 from dsecd.secrets.heads import Refused
-from dsecd.secrets.reach import Reach
 from dsecd.secrets.secret import Secret
 from libdsec.errors import DSecError
 
@@ -85,7 +85,7 @@ class SandboxRelay:
             await self._cross(client, arrival.host, hello)
         except BadHello as error:
             self._report(arrival.host, str(error))
-            client.writer.write(UNRECOGNIZED)
+            await client.send(UNRECOGNIZED)
             await client.finish(GOODBYE_S)
         except DSecError as error:
             self._report(arrival.host, error.message)

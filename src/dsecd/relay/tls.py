@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsecd.doors.link import PIECE_BYTES, Link
 from dsecd.relay.hello import (
@@ -23,18 +23,23 @@ from dsecd.relay.hello import (
     asks_again,
 )
 
+IDLE_S = 3600.0  # without a byte in either direction
+HALF_S = 300.0  # the same when one side has ended: most often its process is gone
 FINISH_S = 60.0  # for what is left when both sides have ended
+VERSION_MAJOR = 3  # of all records since SSL 3
 # a fatal alert "unrecognized_name" (RFC 6066 section 3)
 UNRECOGNIZED = bytes([ALERT, 3, 3, 0, 2, 2, 112])
 
 
-class Record:
-    """What was read as one record: `kind` is None for anything else, and for the end."""
+class Record(NamedTuple):
+    """What was read as one record, with its header; `kind` is None when it is none.
 
-    __slots__ = ("data", "kind")
+    It is `ended` when the other side said no more: `data` is what came of it, often nothing.
+    """
 
-    def __init__(self, kind: int | None, data: bytes) -> None:
-        self.kind, self.data = kind, data
+    kind: int | None
+    data: bytes
+    ended: bool = False
 
     @property
     def body(self) -> bytes:
@@ -42,16 +47,16 @@ class Record:
 
 
 async def read_record(reader: asyncio.StreamReader) -> Record:
-    """Return the next record, with its header. Raises OSError."""
+    """Return the next record. Raises OSError."""
     header = b""
     try:
         header = await reader.readexactly(HEADER_BYTES)
-        length = int.from_bytes(header[3:], "big")
-        if header[0] not in RECORD_KINDS or length > RECORD_MOST:
+        kind, major, length = header[0], header[1], int.from_bytes(header[3:], "big")
+        if kind not in RECORD_KINDS or major != VERSION_MAJOR or length > RECORD_MOST:
             return Record(None, header)
-        return Record(header[0], header + await reader.readexactly(length))
+        return Record(kind, header + await reader.readexactly(length))
     except asyncio.IncompleteReadError as error:
-        return Record(None, header + error.partial)
+        return Record(None, header + error.partial, ended=True)
 
 
 async def read_hello(
@@ -65,6 +70,8 @@ async def read_hello(
     while name is None:
         record = first or await read_record(reader)
         first = None
+        if record.ended:  # nothing was asked for: connections are opened ahead, or in a race
+            raise ConnectionAbortedError("the client left before its ClientHello was whole")
         if record.kind is None:
             raise BadHello("it is no TLS ClientHello")
         name = hello.feed(record.kind, record.body)
@@ -77,30 +84,33 @@ class Crossing:
 
     def __init__(self, client: Link, server: Link, name: str) -> None:
         self._client, self._server, self._name = client, server, name
-        self._again: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._again: asyncio.Future[bool] = self._loop.create_future()
+        self._idle_s = IDLE_S
 
     async def serve(self) -> None:
         """Pass bytes until both sides have ended. Raises `BadHello` and OSError.
 
-        Who calls it aborts both links.
+        Silence for too long is a TimeoutError. Who calls it aborts both links.
         """
-        await _both(self._up(), self._down())
+        async with asyncio.timeout(self._idle_s) as self._idle:
+            await _both(self._up(), self._down())
         await _both(self._client.finish(FINISH_S), self._server.finish(FINISH_S))
 
     async def _up(self) -> None:
         while not (self._again.done() and not self._again.result()):
             record = await read_record(self._client.reader)
-            if record.kind is None and record.data:
+            if record.kind is None and not record.ended:
                 raise BadHello("what follows its TLS ClientHello is no TLS")
             data = record.data
             if record.kind == HANDSHAKE and await self._again:
                 name, data = await read_hello(self._client.reader, record)
                 if name != self._name:
                     raise BadHello(f"its second TLS ClientHello names another host, {name}")
-            await self._server.send(data)
-            if record.kind in (HANDSHAKE, None):
+            await self._send(self._server, data)
+            if record.kind == HANDSHAKE or record.ended:
                 break
-        await _copy(self._client, self._server)
+        await self._copy(self._client, self._server)
 
     async def _down(self) -> None:
         kind: int | None = ALERT
@@ -109,15 +119,23 @@ class Crossing:
             kind = record.kind
             if not self._again.done() and kind != ALERT:
                 self._again.set_result(kind == HANDSHAKE and asks_again(record.body))
-            await self._client.send(record.data)
-        await _copy(self._server, self._client)
+            await self._send(self._client, record.data)
+        await self._copy(self._server, self._client)
 
+    async def _copy(self, source: Link, target: Link) -> None:
+        """Pass on what comes, and its end."""
+        while data := await source.reader.read(PIECE_BYTES):
+            await self._send(target, data)
+        target.end()
+        self._idle_s = HALF_S
+        self._moved()
 
-async def _copy(source: Link, target: Link) -> None:
-    """Pass on what comes, and its end."""
-    while data := await source.reader.read(PIECE_BYTES):
+    async def _send(self, target: Link, data: bytes) -> None:
         await target.send(data)
-    target.writer.write_eof()
+        self._moved()
+
+    def _moved(self) -> None:
+        self._idle.reschedule(self._loop.time() + self._idle_s)
 
 
 async def _both(one: Coroutine[Any, Any, None], other: Coroutine[Any, Any, None]) -> None:

@@ -196,18 +196,16 @@ class Exchange:
     async def _send(self, event: h11.Event) -> None:
         data = self._http.send(event)
         if data:
-            self._link.writer.write(data)
             async with asyncio.timeout(self._timing.silence_s):
-                await self._link.writer.drain()
+                await self._link.send(data)
 
     async def _write(self, upstream: Link, data: bytes | None) -> None:
         """Raises `_UpstreamFailed`."""
         if not data:
             return
         try:
-            upstream.writer.write(data)
             async with asyncio.timeout(self._timing.silence_s):
-                await upstream.writer.drain()
+                await upstream.send(data)
         except OSError as error:
             raise _UpstreamFailed(str(error)) from error
 

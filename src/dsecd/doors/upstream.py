@@ -27,7 +27,7 @@ class Dialer:
 
         Raises `Unavailable` with the reason of the last one.
         """
-        reason = "it has no address that the policy allows"
+        reason = "no address of it was found that the policy allows"
         for address in addresses[:ADDRESSES_MOST]:
             try:
                 async with asyncio.timeout(TRY_S):

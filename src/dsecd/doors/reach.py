@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dsecd.doors.upstream import PORT
 from dsecd.policy.rules import NetPolicy
 from dsecd.resolver.names import NameTable, Ruling
 from dsecd.resolver.reserved import Address
-from dsecd.secrets.upstream import PORT
 
 
 class Reach:
