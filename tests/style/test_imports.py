@@ -18,6 +18,7 @@ MAX_LINES = 500
 LEVELS = {
     "__main__": 8, "service": 8, "gateways": 7, "coordinator": 7, "rl": 6, "api": 6, "engine": 5,
     "backends": 4, "images": 4, "policy": 4, "resolver": 4, "secrets": 4, "resources": 4,
+    "doors": 4, "relay": 4,
     "host": 3, "fastpath": 2, "log": 1, "metrics": 1,
     "errors": 0, "model": 0, "config": 0,
 }  # fmt: skip

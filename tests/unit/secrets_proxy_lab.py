@@ -17,11 +17,12 @@ from typing import Any, ParamSpec
 
 import uvloop
 
+from dsecd.doors.gate import Limits, Refusal, bind
+from dsecd.doors.upstream import Dialer, client_context
 from dsecd.secrets.authority import Authority
 from dsecd.secrets.exchange import Timing
-from dsecd.secrets.proxy import Limits, Refusal, SandboxProxy, bind
+from dsecd.secrets.proxy import SandboxProxy
 from dsecd.secrets.secret import Header, Secret
-from dsecd.secrets.upstream import Dialer, client_context
 from tests.unit.secrets_upstream import HOST, VALUE, Api
 
 Parameters = ParamSpec("Parameters")

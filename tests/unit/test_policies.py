@@ -228,6 +228,9 @@ ONLY: dict[str, tuple[dict[str, Any], set[str]]] = {
     "netns": ({}, {"seccomp"}),
     "bpf_cgroup": ({"network": {"services": {"192.0.2.0/24": True}}}, {"seccomp"}),
     "resolver": ({"network": {"services": {"pypi": True}}}, {"seccomp", "bpf_cgroup"}),
+    "relay": (
+        {"network": {"check_names": True, "services": {"pypi": True}}}, {"seccomp", "bpf_cgroup"},
+    ),
     "seccomp": ({"ioctls": {"deny": ["TCGETS"]}}, {"netns"}),
     "mounts": ({"files": {"rules": [{"paths": ["/a"], "deny": ["write"]}]}}, {"seccomp", "netns"}),
     "landlock": (

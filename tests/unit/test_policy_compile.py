@@ -28,6 +28,18 @@ def refusal(value: dict[str, Any]) -> InvalidArgument:
     return caught.value
 
 
+def test_names_are_checked_where_the_policy_says_so_last() -> None:
+    rules = [{"allow": "a.example.com"}]
+    assert not compiled({"network": {"rules": rules}}).net.check_names
+    assert compiled({"extends": "swe", "network": {"check_names": True}}).net.check_names
+    for network in ({"default": "allow"}, {}):
+        value = {"extends": "open", "network": {"check_names": True, **network}}
+        error = refusal(value)
+        assert error.message.startswith('network.check_names: needs default = "deny"')
+    closed = {"extends": "open", "network": {"check_names": True, "default": "deny"}}
+    assert compiled(closed).net.check_names
+
+
 def rule(**fields: Any) -> dict[str, Any]:
     return {"network": {"rules": [fields]}}
 

@@ -10,7 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from dsecd.host.probe import Feature
-from dsecd.policy import explain, language
+from dsecd.policy import explain, language, mechanisms
 from dsecd.policy.compile import Compiled, compile_policy
 from dsecd.policy.explain import CLOSED, Row
 from dsecd.policy.mechanisms import (
@@ -207,6 +207,10 @@ def test_each_mechanism_that_goes_leaves_a_trace(mechanism: str) -> None:
         "netns": ({}, {"seccomp"}),
         "bpf_cgroup": ({"network": {"services": {"192.0.2.0/24": True}}}, {"seccomp"}),
         "resolver": ({"network": {"services": {"pypi": True}}}, {"seccomp", "bpf_cgroup"}),
+        "relay": (
+            {"network": {"check_names": True, "services": {"pypi": True}}},
+            {"seccomp", "bpf_cgroup", "resolver"},
+        ),
         "seccomp": ({"ioctls": {"deny": ["TCGETS"]}}, {"netns"}),
         "mounts": (files("/a", deny=["write"]), {"seccomp", "netns"}),
         "landlock": (files("/a", allow=["read"]) | {}, {"seccomp", "netns"}),
@@ -249,3 +253,28 @@ def assert_no_better(before: Iterable[Row], after: Iterable[Row]) -> None:
             assert grades.index(new.state) <= grades.index(old.state)
         assert bool(new.reasons) == (new.state != "enforced")
         assert str(new)
+
+
+def test_checked_names_say_what_is_checked_and_what_is_closed() -> None:
+    value = {
+        "network": {
+            "check_names": True,
+            "rules": [
+                {"allow": "a.example.com"},
+                {"allow": "b.example.com", "ports": ["1-1000"]},
+                {"deny": "c.example.com"},
+            ],
+        }
+    }
+    web, wide, denied, *_ = explain.explain(compiled(value), table())
+    assert (web.state, web.by, web.remarks) == ("enforced", ("relay",), (mechanisms.UNSEEN,))
+    assert wide.state == "enforced"
+    assert mechanisms.CHECKED_ONLY in wide.remarks[0]
+    assert (denied.by, denied.remarks) == (("resolver",), ())
+    value["network"]["rules"].append({"allow": "192.0.2.0/24"})  # type: ignore[attr-defined]
+    web, *_ = explain.explain(compiled(value), table())
+    assert mechanisms.SOME_BY_NUMBER in web.remarks[0]
+    web, *_ = explain.explain(compiled(value), table("bpf_cgroup"))
+    assert web.state == "not enforced"
+    assert "relay is not there (bpf_cgroup: refused here)" in web.reasons[0]
+    assert web.reasons[0].endswith("so the sandbox reaches nothing at all")

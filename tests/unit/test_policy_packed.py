@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from dsecd.policy.compile import compile_policy
@@ -23,6 +24,14 @@ def test_names_and_presets_survive() -> None:
     rules = [{"allow": "*.example.com", "ports": [443]}, {"deny": "10.0.0.0/8"}]
     policy = compile_policy(from_object({"extends": "swe", "network": {"rules": rules}})).net
     assert unpack(pack(policy)) == policy
+
+
+def test_whether_names_are_checked_survives_and_is_off_in_what_does_not_say() -> None:
+    checked = compile_policy(from_object({"network": {"check_names": True}})).net
+    assert unpack(pack(checked)) == checked
+    assert checked.check_names
+    earlier = msgspec.msgpack.encode({"rules": [], "names": [], "default": "deny"})
+    assert not unpack(earlier).check_names
 
 
 def test_anything_else_is_refused() -> None:

@@ -19,6 +19,7 @@ import dns.name
 import dns.rcode
 import dns.rdatatype
 import dns.resolver
+import msgspec
 import pytest
 
 from dsecd.policy.rules import NameRule, NetPolicy
@@ -62,13 +63,14 @@ class Lab:
         policy: NetPolicy = POLICY,
         limits: Limits = LIMITS,
         overrides: dict[str, ipaddress.IPv4Address] | None = None,
+        relay: ipaddress.IPv4Address | None = None,
     ) -> None:
         self.service = service
         sockets = bind(self.host, 0)
         self.port = sockets.udp.getsockname()[1]
         self.served = service.open(
             policy, self.sink, [sockets], on_refusal=self.refusals.append, limits=limits,
-            overrides=overrides,
+            overrides=overrides, relay=relay,
         )  # fmt: skip
 
     async def ask(self, name: str, rdtype: str = "A", *, tcp: bool = False) -> dns.message.Message:
@@ -442,3 +444,37 @@ async def test_an_override_is_answered_without_asking_or_opening() -> None:
         found = await it.service.find("pypi.org", private=False)
         assert {str(each) for each in found} == {"1.1.1.1", "1.1.1.2"}
         assert it.sink.open == set()
+
+
+async def test_checked_names_are_answered_with_the_relay_and_open_nothing() -> None:
+    relay, own = ipaddress.IPv4Address("127.78.0.1"), ipaddress.IPv4Address("127.77.0.1")
+    checked = msgspec.structs.replace(POLICY, check_names=True)
+    async with lab(policy=checked, relay=relay, overrides={"pypi.org": own}) as it:
+        assert await it.addresses("any.pypi.org") == ["127.78.0.1"]
+        assert await it.addresses("pypi.org") == ["127.77.0.1"]
+        assert (await it.ask("any.pypi.org", "AAAA")).answer == []
+        for refused in ("evil.pypi.org", "example.org"):
+            assert (await it.ask(refused)).rcode() == dns.rcode.NXDOMAIN
+        assert (it.upstream.asked, it.sink.open) == ([], set())
+        resolver = it.served.resolver
+        assert {str(each) for each in await resolver.find("any.pypi.org")} == {"1.1.1.1", "1.1.1.2"}
+        assert await resolver.find("evil.pypi.org") == []
+        assert it.sink.open == set()
+        # without the option addresses are opened, and closed when it comes again
+        resolver.replace(POLICY)
+        assert set(await it.addresses("any.pypi.org")) == {"1.1.1.1", "1.1.1.2"}
+        assert it.sink.open
+        resolver.replace(checked, relay)
+        assert it.sink.open == set()
+        resolver.replace(checked)  # nobody could bind one
+        assert (await it.ask("any.pypi.org")).rcode() == dns.rcode.NXDOMAIN
+        assert it.refusals[-1].reason == "not opened"
+
+
+async def test_what_the_relay_asks_for_is_on_the_budget_of_the_sandbox() -> None:
+    checked = msgspec.structs.replace(POLICY, check_names=True)
+    limits = Limits(new_names_burst=2, new_names_per_minute=0.01)
+    async with lab(policy=checked, limits=limits, behaviour=address("1.1.1.1")) as it:
+        found = [bool(await it.served.resolver.find(f"n{n}.pypi.org")) for n in range(4)]
+        assert found == [True, True, False, False]
+        assert await it.served.resolver.find("pypi.org")  # given in full

@@ -36,7 +36,8 @@ POLICIES = st.builds(
     NetPolicy,
     names=st.lists(rules(), max_size=6).map(tuple),
     default=st.sampled_from(["deny", "deny", "allow"]),
-)
+    check_names=st.booleans(),
+).filter(lambda policy: not (policy.check_names and policy.default == "allow"))
 
 
 @hypothesis.given(POLICIES, NAMES)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dsecd.doors.gate import Limits, bind
+from dsecd.doors.upstream import client_context
 from dsecd.secrets.exchange import Timing
-from dsecd.secrets.proxy import Limits, bind
-from dsecd.secrets.upstream import client_context
 from libdsec.errors import InvalidArgument, Unavailable
 from tests.unit.secrets_proxy_lab import (
     GET,

@@ -9,10 +9,10 @@ import pytest
 
 from dsecd.backends.abc import Handle, Instance
 from dsecd.backends.spec import Spec
+from dsecd.doors.reach import Reach
 from dsecd.policy.compile import compile_policy
 from dsecd.policy.language import from_object
 from dsecd.policy.rules import NetPolicy
-from dsecd.secrets.reach import Reach
 from dsecd.secrets.secret import Header, Secret
 from libdsec.errors import AlreadyExists, InvalidArgument, Unsupported
 from tests.unit.engine_fixtures import bench

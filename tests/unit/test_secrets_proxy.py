@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.secrets.upstream import Dialer, client_context
+from dsecd.doors.upstream import Dialer, client_context
 from libdsec.errors import Unavailable
 from tests.unit.secrets_proxy_lab import (
     GET,
@@ -290,6 +290,6 @@ async def test_an_answer_that_is_cut_short_is_so_for_the_client(tmp_path: Path) 
 async def test_without_an_address_there_is_no_answer(tmp_path: Path) -> None:
     async with lab(tmp_path) as it:
         it.addresses = []
-        assert b"no address that the policy allows" in await it.raw(GET.format("/ok"))
+        assert b"no address of it was found" in await it.raw(GET.format("/ok"))
         it.addresses = ["127.0.0.2", "127.0.0.1"]  # nobody is at the first
         assert b"yes" in await it.raw(GET.format("/ok").replace("HTTP/1.1", "HTTP/1.0"))

@@ -75,7 +75,7 @@ class ContainerBackend:
             # where the probe finds what they need
             mechanisms=(
                 "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_lsm", "bpf_cgroup",
-                "resolver",
+                "resolver", "relay",
             ),
         )  # fmt: skip
         self._host = ContainerHost(config)

@@ -9,8 +9,10 @@ import msgspec
 from dsecd.backends.abc import Handle
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_names import Names
+from dsecd.doors.reach import Reach
 from dsecd.host.cgroup import OomWatch, SandboxCgroup, Slot
 from dsecd.host.netns import Netns
+from dsecd.host.nettable import IpAddress
 from dsecd.host.network import Attachment
 from dsecd.host.plan import Guard
 from dsecd.host.ranges import Range
@@ -19,7 +21,6 @@ from dsecd.images.local import Local
 from dsecd.images.manifest import Config
 from dsecd.policy.packed import pack
 from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
-from dsecd.secrets.reach import Reach
 
 FD_MOUNT_NS, FD_UPPER = 8, 12  # in dsec-init
 
@@ -97,7 +98,7 @@ class Holding:
     __slots__ = (
         "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
         "layers", "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach",
-        "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
+        "relay", "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
         "watch_timer",
     )  # fmt: skip
 
@@ -118,6 +119,7 @@ class Holding:
         self.names: Names | None = None
         self.overrides: dict[str, str] = {}  # names with secrets: the address of the proxy inside
         self.reach: Reach | None = None  # of these, under `policy`
+        self.relay: IpAddress | None = None  # inside, of all other names when they are checked
         self.apparmor = ""  # profile of its commands
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it

@@ -24,6 +24,7 @@ import msgspec
 from dsecd.backends.abc import Listener
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_names import RESOLV_CONF, KernelSink, Names
+from dsecd.backends.container_relays import Relays
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import addresses, bpf, netpolicy, probe, sockdiag
@@ -61,6 +62,7 @@ class Networks:
         self._policies: NetworkPolicies | None = None
         self._resolver: Resolver | None = None
         self._listener: Listener | None = None
+        self._relays = Relays(netns, self._tell)
         self._bound: dict[int, Holding] = {}  # by the id of their cgroups
         self._inherited: dict[int, list[tuple[IpAddress, netpolicy.Opening]]] = {}
         self._forgetting: asyncio.Task[None] | None = None
@@ -106,6 +108,7 @@ class Networks:
     async def close(self, *, leave_nothing: bool) -> None:
         """Let go; containers that live on keep their links, policies and open addresses."""
         for holding in self._bound.values():
+            await self._relays.close(holding)
             if holding.names is not None:
                 await holding.names.close(leave=True)
         self._bound.clear()
@@ -134,6 +137,7 @@ class Networks:
         if policy is not None:
             holding.policy = policy
             await self._open_names(holding)
+            await self._relays.open(holding, policy)
 
     async def _open_names(self, holding: Holding, *, taken_over: bool = False) -> None:
         """Bind the resolver's sockets inside, and have them named in resolv.conf."""
@@ -177,7 +181,12 @@ class Networks:
         overrides = {name: ipaddress.ip_address(own) for name, own in holding.overrides.items()}
         names.serve(
             self._resolver.open(
-                policy, sink, names.sockets, on_refusal=refused, overrides=overrides
+                policy,
+                sink,
+                names.sockets,
+                on_refusal=refused,
+                overrides=overrides,
+                relay=holding.relay,
             )
         )
 
@@ -190,10 +199,12 @@ class Networks:
             if self._policies is None:
                 raise Unsupported("this host no longer enforces network rules; see dsec check")
             await self._open_names(holding, taken_over=True)
+            await self._relays.open(holding, holding.policy, taken_over=True)
         self.judge(holding)
 
     async def disconnect(self, holding: Holding, *, clean: bool) -> None:
         """Take everything back, whose processes are gone; what is gone already is fine."""
+        await self._relays.close(holding)
         if holding.names is not None:
             await holding.names.close()
             holding.names = None
@@ -225,14 +236,18 @@ class Networks:
                 'one; create it with network="nat" and rules that close it'
             )
         before = holding.policy
-        if before is None:
-            await self._begin_to_judge(holding, policy)
-        else:
-            try:
-                self._replace(holding, policy)
-            except BaseException:
-                self._replace(holding, before)
-                raise
+        await self._relays.open(holding, policy)
+        try:
+            if before is None:
+                await self._begin_to_judge(holding, policy)
+            else:
+                try:
+                    self._replace(holding, policy)
+                except BaseException:
+                    self._replace(holding, before)
+                    raise
+        finally:
+            await self._relays.follow(holding)
         await self._cut(holding)
 
     def _replace(self, holding: Holding, policy: NetPolicy) -> None:
@@ -245,7 +260,7 @@ class Networks:
         kept = [pair for pair in self._policies.openings(number) if pair[1].name]
         self._inherited.pop(number, None)
         self._policies.bind(number, _access(holding), kept)
-        names.served.resolver.replace(policy)
+        names.served.resolver.replace(policy, holding.relay)
 
     async def _begin_to_judge(self, holding: Holding, policy: NetPolicy) -> None:
         """Give a container its first rules: until now it reached what the host does."""
@@ -295,9 +310,9 @@ class Networks:
         for event in self._policies.events():
             holding = self._bound.get(event.cgroup)
             if holding is not None:
-                self._tell(holding, _described(event), 0)
+                self._tell(holding, _described(event))
 
-    def _tell(self, holding: Holding, detail: dict[str, str], unreported: int) -> None:
+    def _tell(self, holding: Holding, detail: dict[str, str], unreported: int = 0) -> None:
         if unreported:
             detail["unreported"] = str(unreported)
         if self._listener is not None:

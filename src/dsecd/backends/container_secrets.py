@@ -11,25 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsecd.backends.abc import Listener
+from dsecd.backends.container_doors import bind_inside
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_network import Networks
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
+from dsecd.doors.gate import Refusal
+from dsecd.doors.reach import Reach
+from dsecd.doors.upstream import Dialer, client_context
 from dsecd.host.netns import NetnsPool
 from dsecd.host.plan import Bind
 from dsecd.secrets import trust
-from dsecd.secrets.proxy import Doors, Refusal, SandboxProxy, bind
-from dsecd.secrets.reach import Reach
+from dsecd.secrets.proxy import SandboxProxy
 from dsecd.secrets.secret import Secret
-from dsecd.secrets.upstream import Dialer, client_context
 from dsecd.secrets.vault import Vault
-from libdsec.errors import DSecError, Unavailable, Unsupported
+from libdsec.errors import DSecError, Unsupported
 
 if TYPE_CHECKING:
     from dsecd.secrets.authority import Authority
 
 logger = logging.getLogger("dsecd.container")
-TRIES = 8  # addresses for one name: an old one is free again only when its sockets are
+NETWORK = 77  # 127.77.x.x
 
 
 class Secrets:
@@ -83,13 +85,7 @@ class Secrets:
         assert netns is not None
         assert holding.policy is not None
         authority, dialer = self._prepare()
-        doors: list[Doors] = []
-        try:
-            await self._netns.run_inside(netns, lambda: _open_doors(doors, len(secrets)))
-        except BaseException:
-            for each in doors:
-                each.close()
-            raise
+        doors = await bind_inside(self._netns, netns, NETWORK, len(secrets))
         holding.reach = Reach(holding.policy)
 
         def refused(refusal: Refusal) -> None:
@@ -166,15 +162,3 @@ class Secrets:
         if self.listener is not None:
             detail = {"where": "secret", "name": host, "reason": reason}
             self.listener.denied(sandbox, detail)
-
-
-def _open_doors(doors: list[Doors], count: int) -> None:
-    """Bind an address for each name. For a thread in the container's network namespace."""
-    for number in range(count):
-        for attempt in range(TRIES):
-            try:
-                doors.append(bind(f"127.77.{attempt}.{number + 1}"))
-                break
-            except Unavailable:
-                if attempt == TRIES - 1:
-                    raise

@@ -10,7 +10,7 @@ import msgspec
 
 from dsecd.backends.abc import Backend
 from dsecd.backends.spec import Spec
-from dsecd.secrets.reach import Reach
+from dsecd.doors.reach import Reach
 from dsecd.secrets.secret import parse, redacted
 from libdsec.errors import InvalidArgument, Unsupported
 from libdsec.model import DSecContainerRunArgs

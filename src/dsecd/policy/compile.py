@@ -8,14 +8,13 @@ denies: deny wins, so that such a rule would have no effect and its author would
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from dsecd.policy import catalogue, compile_network, compile_system, contradictions
+from dsecd.policy import catalogue, compile_network, compile_system, contradictions, targets
 from dsecd.policy.catalogue import Catalogue
 from dsecd.policy.language import Network, Policy
 from dsecd.policy.lines import Line
@@ -23,6 +22,7 @@ from dsecd.policy.presets import PRESETS
 from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy, Verdict
 from libdsec.errors import InvalidArgument
 
+T = TypeVar("T")
 MAX_LINES = 1000  # people must be able to read it, and the daemon to compile it between two events
 MAX_RULES = 10_000  # of one kind; a policy is held in kernel memory
 
@@ -56,12 +56,23 @@ def compile_policy(policy: Policy, services: Catalogue | None = None) -> Compile
             field="policy",
         )
     contradictions.refuse(lines)
-    default = functools.partial(_default, [part for _, part in layers])
+    parts = [part for _, part in layers]
+
+    def default(table: str, otherwise: Verdict) -> Verdict:
+        return _said(parts, "default", table, otherwise)
+
+    checks, otherwise = _said(parts, "check_names", "network", False), default("network", "deny")
+    if checks and otherwise == "allow":
+        targets.refuse(
+            "network.check_names",
+            'needs default = "deny": what no rule closes is reached by its address, unchecked',
+        )
     return Compiled(
         net=NetPolicy(
             rules=_gathered(lines, "nets"),
             names=_gathered(lines, "names"),
-            default=default("network", "deny"),
+            default=otherwise,
+            check_names=checks,
         ),
         files=FilePolicy(
             rules=_gathered(lines, "files"),
@@ -96,10 +107,10 @@ def _lines(policy: Policy, layer: str, known: Catalogue) -> Iterable[Line]:
     yield from compile_system.lines(policy, layer)
 
 
-def _default(parts: list[Policy], table: str, otherwise: Verdict) -> Verdict:
-    """Return what the last of `parts` that says something about the default says."""
-    said = [getattr(part, table).default for part in parts]
-    return next((verdict for verdict in reversed(said) if verdict is not None), otherwise)
+def _said(parts: list[Policy], key: str, table: str, otherwise: T) -> T:
+    """Return what the last of `parts` that says something of `key` in a table says."""
+    said = [getattr(getattr(part, table), key) for part in parts]
+    return next((value for value in reversed(said) if value is not None), otherwise)
 
 
 def _gathered(lines: list[Line], kind: str) -> tuple[Any, ...]:

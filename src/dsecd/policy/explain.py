@@ -20,7 +20,7 @@ from libdsec.errors import Unsupported
 
 State = Literal["enforced", "partly", "closed", "not enforced"]
 _WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "closed": 2, "not enforced": 3}
-_BY_LINK = ("bpf_cgroup", "resolver")  # without them a sandbox with rules has no link
+_BY_LINK = ("bpf_cgroup", "resolver", "relay")  # without them a sandbox with rules has no link
 CLOSED = "nothing is reachable, for the rules cannot be enforced"
 
 

@@ -60,9 +60,14 @@ class NetworkRule(_Part, frozen=True):
 
 
 class Network(_Part, frozen=True):
-    """`services` turns services, domains and networks on or off with what they mean by default."""
+    """`services` turns services, domains and networks on or off with what they mean by default.
+
+    With `check_names` allowed domains are reached through a relay only, at ports 443 and 80, which
+    looks at the name that each connection is for: others on the same addresses stay closed.
+    """
 
     default: Verdict | None = None
+    check_names: bool | None = None
     services: dict[str, bool] = {}
     rules: list[NetworkRule] = []
 

@@ -11,6 +11,7 @@ import msgspec
 
 from dsecd.policy import globs, guards, seccomp
 from dsecd.policy.rules import (
+    CHECKED_PORTS,
     EVERY_ACCESS,
     Access,
     FilePolicy,
@@ -28,6 +29,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     # without pins the rules would end with the daemon
     "bpf_cgroup": ("bpf_cgroup", "bpf_fs"),
     "resolver": ("bpf_cgroup", "bpf_fs"),  # it enters addresses there
+    "relay": ("bpf_cgroup", "bpf_fs"),  # they close every way around it
     "seccomp": ("seccomp",),
     "mounts": ("user_namespaces",),  # masks, read-only and noexec mounts: see `guards`
     "landlock": ("landlock",),
@@ -56,6 +58,8 @@ AT_START = "holds for paths that exist when the sandbox starts, not for later on
 BY_NUMBER = "the resolver alone refuses it: addresses known otherwise are reached"
 SOME_BY_NUMBER = "addresses of the name that another rule opens can be reached by number"
 SHARED = "other sites on the same addresses can be reached too"
+CHECKED_ONLY = "with check_names its ports but tcp 443 (TLS) and 80 (HTTP) are closed"
+UNSEEN = "within TLS the server itself may answer for other sites"
 WHOLE_NAMES = "holds for whole abstract names and for @**, not for other wildcards"
 OWN_CLOSED = "file systems that the sandbox mounts itself are closed"
 # what AppArmor does not see (security/apparmor/lsm.c; of Linux 6.12: no hooks for these)
@@ -81,12 +85,13 @@ NOTHING_TO_DO = (Way("default"),)
 
 class Reach(msgspec.Struct, frozen=True):
     """What of the network is open: `closed` is nothing, `everywhere` a whole address family by
-    number, `by_number` anything that is not opened by a name.
+    number, `by_number` anything that is not opened by a name. `checked`: names are, at the relay.
     """
 
     closed: bool
     everywhere: bool
     by_number: bool
+    checked: bool
 
 
 def reach(policy: NetPolicy) -> Reach:
@@ -97,6 +102,7 @@ def reach(policy: NetPolicy) -> Reach:
         closed=policy.default == "deny" and not opening and not names,
         everywhere=policy.default == "allow" or any(not r.prefix.prefixlen for r in opening),
         by_number=policy.default == "allow" or bool(opening),
+        checked=policy.check_names,
     )
 
 
@@ -110,10 +116,19 @@ def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:
     if reached.closed:
         return (Way("netns"), Way("resolver"))
     if rule.verdict == "allow":
-        return (Way("resolver", remark=SHARED),)
+        checked = (Way("relay", remark=_checked(rule, reached)),)
+        return checked if reached.checked else (Way("resolver", remark=SHARED),)
     if reached.everywhere:
         return (Way("resolver", BY_NUMBER),)
     return (Way("resolver", remark=SOME_BY_NUMBER if reached.by_number else ""),)
+
+
+def _checked(rule: NameRule, reached: Reach) -> str:
+    """Return what is to be known of a name that the relay checks."""
+    alone = rule.protocol == "tcp" and rule.first_port == rule.last_port
+    remarks = [] if alone and rule.first_port in CHECKED_PORTS else [CHECKED_ONLY]
+    remarks += [SOME_BY_NUMBER] if reached.by_number else []
+    return "; ".join([*remarks, UNSEEN])
 
 
 def _bpf_lsm(pattern: str) -> Way:

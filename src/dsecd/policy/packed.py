@@ -23,4 +23,5 @@ def unpack(data: bytes) -> NetPolicy:
         rules=tuple(NetRule(**rule) for rule in rules),
         names=tuple(NameRule(**name) for name in value["names"]),
         default=value["default"],
+        check_names=value.get("check_names", False),  # those of earlier versions do not have it
     )

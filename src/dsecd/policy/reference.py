@@ -14,6 +14,7 @@ import msgspec
 
 from dsecd.policy import globs
 from dsecd.policy.rules import (
+    CHECKED_PORTS,
     DNS_PORT,
     EVERY_ACCESS,
     LAST_PORT,
@@ -42,8 +43,8 @@ class Opening(msgspec.Struct, frozen=True, order=True):
 
 class NameDecision(msgspec.Struct, frozen=True, kw_only=True):
     """`answered`: the resolver asks and answers; otherwise NXDOMAIN. `openings` are what each
-    address of the answer is entered with, sorted and disjoint. `private`: keep addresses that are
-    not global.
+    address of the answer is entered with, sorted and disjoint; with `check_names` nothing is
+    entered, and they are what the relay passes on. `private`: keep addresses that are not global.
     """
 
     answered: bool
@@ -101,9 +102,19 @@ def decide_name(policy: NetPolicy, name: str) -> NameDecision:
         denied = any(rule.verdict == "deny" for rule in covering)
         return NameDecision(answered=not denied, private=private and not denied)
     openings = tuple(_openings(covering))
+    if policy.check_names:
+        openings = tuple(
+            Opening("tcp", port, port)
+            for port in CHECKED_PORTS
+            if any(each.protocol == "tcp" and _holds(each, port) for each in openings)
+        )
     return NameDecision(
         answered=bool(openings), openings=openings, private=private and bool(openings)
     )
+
+
+def _holds(opening: Opening, port: int) -> bool:
+    return opening.first_port <= port <= opening.last_port
 
 
 def _openings(rules: Iterable[NameRule]) -> Iterable[Opening]:

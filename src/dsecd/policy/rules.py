@@ -32,6 +32,11 @@ Names, in the words of a question to the sandbox's resolver:
 * Addresses in answers that are not global are dropped. If an allowing rule that covers the name has
   `private`, addresses of private networks are kept; loopback, link-local (metadata services of
   clouds), multicast, IPv4-mapped and the like (`NEVER` in resolver/reserved.py) never are.
+* With `check_names` (the default is `deny` then) a name opens no address at all: of its openings
+  those of tcp 443 and 80 are left (`CHECKED_PORTS`), and a name without them is NXDOMAIN. It is
+  answered with an address on the sandbox's own loopback, where a relay of the daemon passes on what
+  names, by SNI or by Host, a name that the same rules open at that port, to an address of that name
+  that no `NetRule` denies at that port.
 
 Files: see `FilePolicy`. System calls: see `SystemPolicy`.
 """
@@ -50,6 +55,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 LAST_PORT = 65535
 DNS_PORT = 53
+CHECKED_PORTS = (80, 443)  # HTTP and TLS, which say whom they are for
 EVERY_ACCESS: frozenset[Access] = frozenset({"read", "write", "execute"})
 
 
@@ -80,6 +86,7 @@ class NetPolicy(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     rules: tuple[NetRule, ...] = ()
     names: tuple[NameRule, ...] = ()
     default: Verdict = "deny"
+    check_names: bool = False
 
 
 def opens_dns(policy: NetPolicy) -> bool:

@@ -13,11 +13,7 @@ name opens at its addresses; addresses are *pinned* while they are open; a *sink
 them in the kernel.
 
 What it does not do: a name's rule opens addresses, and an address may serve other names as well (a
-CDN). To hold a connection to the asked name, something would have to read the Host of an HTTP
-CONNECT or the SNI of a TLS ClientHello: the connection redirected to a proxy on the host (by the
-connect programs), the first record read with a limit and a timeout, the name judged by `NameTable`,
-QUIC refused, ECH refused (HTTPS records are not given out, so no client has the keys), and then the
-bytes spliced.
+CDN). To hold connections to the names that are allowed is what `dsecd.relay` is for.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from dsecd.policy.rules import NameRule, NetPolicy
+from dsecd.policy.rules import CHECKED_PORTS, NameRule, NetPolicy
 
 _PLAIN = re.compile(rb"[a-z0-9_-]{1,63}").fullmatch
 Protocol = Literal["tcp", "udp", "icmp"]
@@ -32,13 +32,20 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
 
     `chosen` is what the sandbox says to a domain's servers by asking: the labels before the longest
     wildcard that covers the name. It is "" when a rule gives the name in full, and when `*` allows
-    it: then the sandbox may as well connect to any server and tell it.
+    it: then the sandbox may as well connect to any server and tell it. What is `checked` is open at
+    the relay only, not at the name's addresses.
     """
 
     answered: bool
     openings: tuple[Opening, ...] = ()
     private: bool = False
     chosen: str = ""
+    checked: bool = False
+
+    @property
+    def pinned(self) -> tuple[Opening, ...]:
+        """What the name opens at its addresses."""
+        return () if self.checked else self.openings
 
 
 REFUSED = Ruling(answered=False)
@@ -59,6 +66,7 @@ class NameTable:
 
     def __init__(self, policy: NetPolicy) -> None:
         self._default_allow = policy.default == "allow"
+        self._checked = policy.check_names
         self._exact: dict[str, list[NameRule]] = {}
         self._below: dict[str, list[NameRule]] = {}
         self._all: list[NameRule] = []
@@ -81,6 +89,8 @@ class NameTable:
         if self._default_allow:
             return REFUSED if denying else Ruling(answered=True, private=private)
         openings = _openings(allowing, denying)
+        if self._checked:
+            openings = tuple(_checked(openings))
         if not openings:
             return REFUSED
         free = any(rule.pattern in (name, "*") for rule in allowing)
@@ -89,6 +99,7 @@ class NameTable:
             openings=openings,
             private=private,
             chosen="" if free else name[: len(name) - len(suffix) - 1],
+            checked=self._checked,
         )
 
     def _covering(self, name: str) -> tuple[list[NameRule], str]:
@@ -114,6 +125,13 @@ def _openings(allowing: list[NameRule], denying: list[NameRule]) -> tuple[Openin
             opened = list(_without(opened, first, last))
         found += [Opening(protocol, first, last) for first, last in opened]
     return tuple(found)
+
+
+def _checked(openings: Sequence[Opening]) -> Iterator[Opening]:
+    """Yield those of the ports that the relay has."""
+    for port in CHECKED_PORTS:
+        if any(o.protocol == "tcp" and o.first_port <= port <= o.last_port for o in openings):
+            yield Opening("tcp", port, port)
 
 
 def _ranges(rules: Iterable[NameRule], protocol: Protocol) -> list[tuple[int, int]]:

@@ -66,7 +66,7 @@ class Pins:
         Raises `Exhausted` when the sandbox has too many, or what the sink raises; what was not
         open before is not recorded then, and what the sink opened nevertheless is closed.
         """
-        if not ruling.openings:
+        if not ruling.pinned:
             return
         now = self._clock()
         needed = now + max(ttl_s, self._floor_s)
@@ -82,18 +82,18 @@ class Pins:
             )
         until = needed + self._floor_s  # half of it spare: a name in use is not admitted each time
         try:
-            for opening in ruling.openings:
+            for opening in ruling.pinned:
                 self._sink.admit(opening, short, until - now)
         except BaseException:
-            self._close_unheld(ruling.openings, short)
+            self._close_unheld(ruling.pinned, short)
             raise
         held = self._names.setdefault(name, held)
-        self._openings[name] = ruling.openings
+        self._openings[name] = ruling.pinned
         self._count += added
         for address in short:
             held[address] = until
             heapq.heappush(self._due, (until, name, address))
-            for opening in ruling.openings:
+            for opening in ruling.pinned:
                 self._holders.setdefault((opening, address), set()).add(name)
 
     def _close_unheld(self, openings: Iterable[Opening], addresses: Sequence[Address]) -> None:
@@ -161,13 +161,13 @@ class Pins:
 
     def _keep(self, name: str, ruling: Ruling, held: dict[Address, float]) -> None:
         """Record what `ruling` leaves of the addresses that `name` had."""
-        kept = {a: held[a] for a in keep(held, private=ruling.private)} if ruling.openings else {}
+        kept = {a: held[a] for a in keep(held, private=ruling.private)} if ruling.pinned else {}
         if not kept:
             return
-        self._names[name], self._openings[name] = kept, ruling.openings
+        self._names[name], self._openings[name] = kept, ruling.pinned
         self._count += len(kept)
         for address in kept:
-            for opening in ruling.openings:
+            for opening in ruling.pinned:
                 self._holders.setdefault((opening, address), set()).add(name)
 
     def clear(self) -> None:

@@ -71,7 +71,8 @@ class SandboxResolver:
     """Answers the queries of one sandbox. Belongs to one event loop.
 
     `overrides` are addresses on the sandbox's own loopback of names that the policy allows: nobody
-    is asked for these names, and no address of theirs is opened.
+    is asked for these names, and no address of theirs is opened. `relay` is the one of all other
+    names when the policy has them checked.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SandboxResolver:
         on_refusal: Callable[[Refusal], None],
         refused: Iterable[reserved.Network] = (),
         overrides: Mapping[str, reserved.Address] | None = None,
+        relay: reserved.Address | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         floor_s: float = FLOOR_S,
         clock: Clock = time.monotonic,
@@ -95,6 +97,7 @@ class SandboxResolver:
         self._on_refusal = on_refusal
         self._refused = tuple(refused)
         self._overrides = dict(overrides or {})
+        self._relay = relay
         self._pins = Pins(sink, clock, floor_s=floor_s, most=limits.pinned)
         self._outflow = Outflow(limits, clock)
         self._events = Bucket(limits.events_burst, limits.events_per_s, clock)
@@ -120,6 +123,10 @@ class SandboxResolver:
             return queries.reply(query, _NOTHING, 0, stream=stream)
         if query.name in self._overrides:
             return self._override(query, self._overrides[query.name], stream)
+        if ruling.checked:
+            if self._relay is None:
+                return self._refuse(query, "not opened", stream)
+            return self._override(query, self._relay, stream)
         known = self._lookups.known(query.name, query.rdtype)
         if known is None:
             return self._admit_upstream(query, ruling, stream)
@@ -147,9 +154,26 @@ class SandboxResolver:
         finally:
             self._waiting -= 1
         ruling = self._table.judge(query.name)  # may be another policy by now
-        if not ruling.answered:
+        if not ruling.answered or ruling.checked:
             return self._refuse(query, "not allowed", stream)
         return self._finish(query, ruling, found, stream)
+
+    async def find(self, name: str) -> list[reserved.Address]:
+        """Return the addresses of an allowed name for the sandbox's relay, IPv4 first.
+
+        They are asked for on the sandbox's budget; [] when that is used up.
+        """
+        ruling = self._table.judge(name)
+        found: list[reserved.Address] = []
+        for rdtype in queries.ADDRESS_TYPES if ruling.answered else ():
+            asks = self._lookups.known(name, rdtype) is None
+            if asks and not self._lookups.flying(name, rdtype):
+                if not self._outflow.charge(name, ruling.chosen):
+                    return []
+                self.counts.upstream += 1
+            answer = await self._lookups.find(name, rdtype)
+            found += reserved.keep(answer.addresses, private=ruling.private, refused=self._refused)
+        return found
 
     def _finish(self, query: Query, ruling: Ruling, found: Answer, stream: bool) -> bytes:
         """Open what the answer may hold, then render it."""
@@ -195,12 +219,12 @@ class SandboxResolver:
             )
         )
 
-    def replace(self, policy: NetPolicy) -> None:
+    def replace(self, policy: NetPolicy, relay: reserved.Address | None = None) -> None:
         """Follow a new policy; addresses of names that it refuses are closed before the return.
 
         Raises what the sink raises; then all addresses of names are closed.
         """
-        self._table = NameTable(policy)
+        self._table, self._relay = NameTable(policy), relay
         self._pins.replace(self._table.judge)
 
     def expire(self) -> None:

@@ -78,6 +78,7 @@ class Resolver:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         pins: Iterable[Pin] = (),
         overrides: Mapping[str, reserved.Address] | None = None,
+        relay: reserved.Address | None = None,
     ) -> Served:
         """Answer the sandbox at `sockets` from now on, which belong to the result.
 
@@ -86,8 +87,8 @@ class Resolver:
         """
         resolver = SandboxResolver(
             policy, self._lookups, sink,
-            on_refusal=on_refusal, refused=self._refused, overrides=overrides, limits=limits,
-            clock=self._clock,
+            on_refusal=on_refusal, refused=self._refused, overrides=overrides, relay=relay,
+            limits=limits, clock=self._clock,
         )  # fmt: skip
         resolver.restore(pins)
         listener = Listener(resolver, sockets)

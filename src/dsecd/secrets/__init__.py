@@ -4,7 +4,7 @@
               HTTP/1.1, with or without TLS     + Authorization: …
 
 For each name with a secret the sandbox's resolver answers a loopback address of the sandbox's own
-network namespace, where sockets of the daemon listen (`bind`). TLS ends there, with a certificate
+network namespace, where sockets of the daemon listen (`doors`). TLS ends there, with a certificate
 of the daemon's own authority, which the sandbox is made to trust (`trust`). A request is parsed,
 checked (`heads`), written anew with the secret in it, and sent to the real name; the answer comes
 back with the secret masked where it is echoed as it is (`mask`).

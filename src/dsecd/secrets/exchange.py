@@ -14,19 +14,18 @@ from collections.abc import Awaitable, Callable
 import h11
 import msgspec
 
+from dsecd.doors.link import GOODBYE_S, PIECE_BYTES, Link
 from dsecd.secrets import heads
 from dsecd.secrets.heads import HEAD_MOST, Refused
 from dsecd.secrets.mask import Mask
 from dsecd.secrets.secret import Secret
-from dsecd.secrets.upstream import Link
 from libdsec.errors import DSecError
 
-PIECE_BYTES = 64 << 10  # read at a time
-GOODBYE_S = 5.0  # for a client to take the end of its answer
 LINGER_S = 1.0  # for what it is still sending
 
 Dial = Callable[[str], Awaitable[Link]]
 Turn = Callable[[], Awaitable[None]]
+Grant = Callable[[h11.Request], Secret]
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,21 +41,26 @@ class Gone(Exception):
 
 
 class Exchange:
-    """Serves one connection until either side ends it."""
+    """Serves one connection until either side ends it.
+
+    `grant` says to which host a request may go, and with what; it raises `heads.Refused`.
+    """
+
+    _secret: Secret
 
     def __init__(
         self,
         link: Link,
-        secret: Secret,
+        grant: Grant,
         *,
         dial: Dial,
         turn: Turn,
         on_refusal: Callable[[str], None],
         timing: Timing,
     ) -> None:
-        self._link, self._secret, self._dial, self._turn = link, secret, dial, turn
+        self._link, self._grant, self._dial, self._turn = link, grant, dial, turn
         self._on_refusal, self._timing = on_refusal, timing
-        self._mask = Mask(header.value for header in secret.headers)
+        self._mask = Mask(())
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_MOST)
 
     async def serve(self) -> None:
@@ -74,6 +78,8 @@ class Exchange:
             request = await self._next_request()
             if request is None:
                 return False
+            self._secret = self._grant(request)
+            self._mask = Mask(header.value for header in self._secret.headers)
             await self._turn()
             await self._relay(heads.forward(request, self._secret))
         except Refused as refused:
@@ -190,18 +196,16 @@ class Exchange:
     async def _send(self, event: h11.Event) -> None:
         data = self._http.send(event)
         if data:
-            self._link.writer.write(data)
             async with asyncio.timeout(self._timing.silence_s):
-                await self._link.writer.drain()
+                await self._link.send(data)
 
     async def _write(self, upstream: Link, data: bytes | None) -> None:
         """Raises `_UpstreamFailed`."""
         if not data:
             return
         try:
-            upstream.writer.write(data)
             async with asyncio.timeout(self._timing.silence_s):
-                await upstream.writer.drain()
+                await upstream.send(data)
         except OSError as error:
             raise _UpstreamFailed(str(error)) from error
 
@@ -237,11 +241,7 @@ class Exchange:
                 async with asyncio.timeout(LINGER_S):
                     while await self._link.reader.read(PIECE_BYTES):
                         pass
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                self._link.writer.close()
-                await self._link.writer.wait_closed()
-        self._link.abort()
+        await self._link.finish(GOODBYE_S)
 
 
 class _UpstreamFailed(Exception):

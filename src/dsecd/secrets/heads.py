@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import h11
 
+from dsecd.resolver.names import plain
 from dsecd.secrets.mask import Mask
 from dsecd.secrets.secret import Secret
 
@@ -47,17 +48,34 @@ def forward(request: h11.Request, secret: Secret) -> h11.Request:
         b"content-length" in names or request.http_version == b"1.0"
     ):
         raise Refused(400, "Transfer-Encoding with Content-Length, or in HTTP/1.0: two framings")
-    injected = {header.name.lower().encode() for header in secret.headers}
+    added = {header.name.lower().encode() for header in secret.headers}
+    if added:
+        added.add(b"accept-encoding")
     fields: Fields = [(b"Host", secret.host.encode())]
-    fields += _passed(request, injected | {b"host", b"expect", b"accept-encoding"})
+    fields += _passed(request, added | {b"host", b"expect"})
     if b"transfer-encoding" in names:
         fields.append((b"Transfer-Encoding", b"chunked"))  # the only coding that h11 takes
     fields += [(header.name.encode(), header.value.encode()) for header in secret.headers]
-    # an encoded body could not be looked at for the secret
-    fields += [(b"Accept-Encoding", b"identity"), (b"Connection", b"close")]
+    if added:  # an encoded body could not be looked at for the secret
+        fields.append((b"Accept-Encoding", b"identity"))
+    fields.append((b"Connection", b"close"))
     return h11.Request(
         method=request.method, target=_origin_form(request.target, secret.host), headers=fields
     )
+
+
+def named_host(request: h11.Request) -> str:
+    """Return the name that a request says it is for; `forward` holds it to that.
+
+    Raises `Refused` when it says none.
+    """
+    values = [value for name, value in request.headers if name == b"host"]
+    if not values:
+        raise Refused(400, "a Host header is required")
+    found = plain(values[0].partition(b":")[0].removesuffix(b".").split(b"."))
+    if not found:
+        raise Refused(403, "the Host header holds no name")
+    return found
 
 
 def answer(response: h11.Response, mask: Mask) -> h11.Response:

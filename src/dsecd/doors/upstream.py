@@ -1,36 +1,25 @@
-"""Connections from the host to the real name, over TLS that is verified in any case."""
+"""Connections from the host to the real name, over TLS that is verified, or as bare TCP."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
+from dsecd.doors.link import BUFFER_BYTES, Link
 from libdsec.errors import InvalidArgument, Unavailable
 
 PORT = 443
 TRY_S = 10.0  # of one address: connection and handshake
 ADDRESSES_MOST = 4  # that are tried
-BUFFER_BYTES = 64 << 10  # of each direction of a connection
-
-
-class Link(msgspec.Struct, frozen=True):
-    """An open connection. Who has it aborts it."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    def abort(self) -> None:
-        self.writer.transport.abort()
 
 
 class Dialer:
-    """Connects to hosts. `port` is another one in tests only."""
+    """Connects to a port of hosts; without `context` whoever answers there is the host."""
 
-    def __init__(self, context: ssl.SSLContext, *, port: int = PORT) -> None:
+    def __init__(self, context: ssl.SSLContext | None, *, port: int = PORT) -> None:
         self._context, self._port = context, port
 
     async def open(self, host: str, addresses: Sequence[str]) -> Link:
@@ -38,7 +27,7 @@ class Dialer:
 
         Raises `Unavailable` with the reason of the last one.
         """
-        reason = "it has no address that the policy allows"
+        reason = "no address of it was found that the policy allows"
         for address in addresses[:ADDRESSES_MOST]:
             try:
                 async with asyncio.timeout(TRY_S):
@@ -52,9 +41,12 @@ class Dialer:
         raise Unavailable(f"{host} cannot be reached: {reason}")
 
     async def _connect(self, host: str, address: str) -> Link:
+        name = host if self._context is not None else None
         reader, writer = await asyncio.open_connection(
-            address, self._port, ssl=self._context, server_hostname=host, limit=BUFFER_BYTES
+            address, self._port, ssl=self._context, server_hostname=name, limit=BUFFER_BYTES
         )
+        if self._context is None:  # nothing bounds its silence
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
         return Link(reader, writer)
 
