@@ -89,6 +89,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     defaults: Config = Config()
     roots: Roots = msgspec.field(default_factory=Roots)
     guards: tuple[Guard, ...] = ()
+    paused: bool = False
 
 
 class Holding:
@@ -96,7 +97,7 @@ class Holding:
 
     __slots__ = (
         "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
-        "layers", "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach",
+        "layers", "names", "netns", "overrides", "paused", "pid", "pidfd", "policy", "range", "reach",
         "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
         "watch_timer",
     )  # fmt: skip
@@ -122,6 +123,7 @@ class Holding:
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None
+        self.paused = False  # frozen until it is resumed
         self.pid = 0
         self.pidfd = -1
         self.channel: AgentChannel | None = None
@@ -145,6 +147,7 @@ class Holding:
             defaults=self.defaults,
             roots=self.roots,
             guards=self.guards,
+            paused=self.paused,
         )
         return Handle(
             sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dsecd.host import pageout, procfs
+from dsecd.host import cgroup_cpu, pageout, procfs
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_model import (
     INIT_PIDS,
@@ -24,6 +24,7 @@ from dsecd.host.cgroup_slots import SlotPool
 from dsecd.host.kernelfs import KernelFiles, fields
 from dsecd.host.plan import FileWrite
 from libdsec.errors import Internal
+from libdsec.model import CpuClass
 
 NEEDED = ("cpu", "memory", "pids")
 
@@ -110,6 +111,15 @@ class HybridDriver(TreeDriver):
             if left <= 0:
                 break
             left -= pageout.pageout(pid, left)
+
+    def set_cpu_class(
+        self, cgroup: SandboxCgroup, slot: Slot | None, cpu_class: CpuClass
+    ) -> tuple[str, ...]:
+        if slot is None:
+            raise Internal("on a hybrid host the CPU class belongs to a slot")
+        slot.classed = True  # the next life begins as any other
+        group = slot.directories["cpu"]
+        return cgroup_cpu.set_class(self.files, group, cgroup_cpu.V1, cpu_class)
 
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:
         return self._kills(slot) if slot is not None else 0
