@@ -1,8 +1,8 @@
 """dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
-checkpoint was copied, ``in-a-keep`` while what is graded is read, ``in-a-pause`` once all stands still; ``fail-a-mount`` lets mounts of
-layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out the other mechanisms for files.
+checkpoint was copied, ``in-a-keep`` while what is graded is read, ``in-a-pause`` once all stands
+still; ``fail-a-mount`` lets mounts of layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out the other mechanisms for files.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """

@@ -231,8 +231,8 @@ async def test_a_job_is_paused_and_resumed_by_its_labels() -> None:
         paused = await client.call("sandbox.pause_many", args, kind=list[Paused])
         assert len(paused) == 10
         assert not any(found.error for found in paused)
-        states = [info.state for info in await client.call("sandbox.list", {}, kind=list[SandboxInfo])]
-        assert sorted(states) == ["paused"] * 10 + ["running"] * 10
+        infos = await client.call("sandbox.list", {}, kind=list[SandboxInfo])
+        assert sorted(info.state for info in infos) == ["paused"] * 10 + ["running"] * 10
         resumed = await client.call("sandbox.resume_many", args, kind=list[Resumed])
         assert len(resumed) == 10
         with pytest.raises(InvalidArgument, match="labels"):

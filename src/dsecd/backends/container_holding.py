@@ -97,8 +97,8 @@ class Holding:
 
     __slots__ = (
         "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
-        "layers", "names", "netns", "overrides", "paused", "pid", "pidfd", "policy", "range", "reach",
-        "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
+        "layers", "names", "netns", "overrides", "paused", "pid", "pidfd", "policy", "range",
+        "reach", "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
         "watch_timer",
     )  # fmt: skip
 

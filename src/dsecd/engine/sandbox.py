@@ -27,10 +27,10 @@ class Sandbox:
 
     __slots__ = (
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
-        "claims", "commands", "cpu_class", "cpu_notes", "created_at", "ended_at", "entered", "error",
-        "gone", "handle", "id", "idle_s", "idle_since", "key", "lifetime_end", "node", "notes",
-        "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason", "report", "saving",
-        "sealed", "spec", "started", "state", "task", "waiters", "waking",
+        "claims", "commands", "cpu_class", "cpu_notes", "created_at", "ended_at", "entered",
+        "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "lifetime_end", "node",
+        "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason", "report",
+        "saving", "sealed", "spec", "started", "state", "task", "waiters", "waking",
     )  # fmt: skip
 
     def __init__(
