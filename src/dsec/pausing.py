@@ -28,9 +28,7 @@ def _subjects(sandbox_ids: Sequence[str], label: Sequence[str]) -> dict[str, str
     return execute.pairs(label, "--label")
 
 
-def _show(
-    settings: Settings, found: Sequence[Paused | Resumed], line: Callable[[Any], str]
-) -> int:
+def _show(settings: Settings, found: Sequence[Paused | Resumed], line: Callable[[Any], str]) -> int:
     failed = 0
     for one in found:
         if one.error is not None:

@@ -2,7 +2,8 @@
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
 checkpoint was copied, ``in-a-keep`` while what is graded is read, ``in-a-pause`` once all stands
-still; ``fail-a-mount`` lets mounts of layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out the other mechanisms for files.
+still; ``fail-a-mount`` lets mounts of layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out
+the other mechanisms for files.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """

@@ -133,9 +133,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
         wake(manager, sandbox)  # a call came while it froze, and waits
 
 
-async def _shrink(
-    manager: Manager, sandbox: Sandbox, before: int, target_bytes: int
-) -> Paused:
+async def _shrink(manager: Manager, sandbox: Sandbox, before: int, target_bytes: int) -> Paused:
     """Page out step by step, for as long as it stays paused; returns what that gave."""
     backend, handle = manager.backend, _alive(sandbox)
     now, notes = backend.warmth(handle).memory_bytes, list[str]()
@@ -216,9 +214,7 @@ def _job(manager: Manager, labels: dict[str, str]) -> list[Sandbox]:
     return [s for s in manager.select(labels, with_ended=False) if s.state in ALIVE]
 
 
-async def _each(
-    sandboxes: list[Sandbox], work: Callable[[Sandbox], Awaitable[T]]
-) -> list[T]:
+async def _each(sandboxes: list[Sandbox], work: Callable[[Sandbox], Awaitable[T]]) -> list[T]:
     gate = asyncio.Semaphore(PARALLEL)
 
     async def one(sandbox: Sandbox) -> T:
