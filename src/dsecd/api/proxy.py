@@ -96,7 +96,7 @@ class ProxiedCall:
 
     def _wake(self) -> None:
         """Have a paused sandbox go on. What was sent waits at its agent meanwhile."""
-        if self._sandbox.state == "paused":
+        if pausing.asleep(self._sandbox):
             pausing.wake(self._manager, self._sandbox).add_done_callback(self._woken)
 
     def _woken(self, task: asyncio.Task[None]) -> None:

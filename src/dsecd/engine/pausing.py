@@ -76,6 +76,12 @@ def wake(manager: Manager, sandbox: Sandbox) -> asyncio.Task[None]:
     return sandbox.waking
 
 
+def asleep(sandbox: Sandbox) -> bool:
+    """Whether a call into it has to `wake` it, or to hear whether that succeeds."""
+    waking = sandbox.waking is not None and not sandbox.waking.done()
+    return waking or sandbox.state == "paused"
+
+
 async def _wake(manager: Manager, sandbox: Sandbox) -> None:
     async with sandbox.lock():
         await thaw(manager, sandbox)
@@ -93,15 +99,17 @@ async def thaw(manager: Manager, sandbox: Sandbox) -> None:
     assert sandbox.handle is not None
     begun = asyncio.get_running_loop().time()
     by, sandbox.paused_by = sandbox.paused_by, ""
+    sandbox.move("resume")  # at once: a call may be answered before we hear of the thaw
     try:
         await manager.backend.resume(sandbox.handle, _saver(manager, sandbox))
     except BaseException:
-        sandbox.paused_by = by
+        if sandbox.state == "running":
+            sandbox.move("pause")
+            sandbox.paused_by = by
         raise
-    if sandbox.state != "paused":
+    if sandbox.state != "running":
         return  # it was stopped, or died, meanwhile
     now = asyncio.get_running_loop().time()
-    sandbox.move("resume")
     sandbox.idle_since = now
     manager.rearm(sandbox)
     manager.registry.resumes.add()
