@@ -21,7 +21,7 @@ _label = click.option(
 )
 
 
-def _subjects(sandbox_ids: Sequence[str], label: Sequence[str]) -> dict[str, str]:
+def _subjects(sandbox_ids: tuple[str, ...], label: tuple[str, ...]) -> dict[str, str]:
     """Return the labels given. Either those or ids are required."""
     if bool(sandbox_ids) == bool(label):
         raise click.UsageError("name the sandboxes, or give --label")

@@ -103,11 +103,11 @@ async def thaw(manager: Manager, sandbox: Sandbox) -> None:
     try:
         await manager.backend.resume(sandbox.handle, _saver(manager, sandbox))
     except BaseException:
-        if sandbox.state == "running":
+        if sandbox.state in ALIVE:
             sandbox.move("pause")
             sandbox.paused_by = by
         raise
-    if sandbox.state != "running":
+    if sandbox.state not in ALIVE:
         return  # it was stopped, or died, meanwhile
     now = asyncio.get_running_loop().time()
     sandbox.idle_since = now
