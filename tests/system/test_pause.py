@@ -140,6 +140,8 @@ async def test_a_kill_in_the_middle_of_pausing_leaves_it_running() -> None:
         await start(client, info.id, COUNT)
         with pytest.raises(Exception):  # noqa: B017, PT011 - the daemon dies
             await pause(client, info.id)
+        assert made.process is not None
+        await asyncio.to_thread(made.process.wait)
         assert frozen(made, info.id)
         await made.start()
         client = await made.client()
