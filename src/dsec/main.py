@@ -9,8 +9,18 @@ from __future__ import annotations
 import click
 
 from dsec import (
-    audit, completion, copy, execute, host, layer, pausing, policy, sandboxes, top, verify,
-)  # fmt: skip
+    audit,
+    completion,
+    copy,
+    execute,
+    host,
+    layer,
+    pausing,
+    policy,
+    sandboxes,
+    top,
+    verify,
+)
 from dsec.session import Settings
 from libdsec import __version__
 

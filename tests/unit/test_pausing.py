@@ -217,6 +217,7 @@ async def test_under_pressure_those_idle_for_long_are_paused() -> None:
             await asyncio.sleep(0.05)
             await subject.round()
         assert sandbox.pauses == 1
+        assert sandbox.memory_bytes == 0, "more than was needed: it is not looked at again"
         assert manager_of(made).live[sandbox.name].paused_by == "idle"
         assert manager_of(made).registry.reclaims.values == {"pause": 1}
 

@@ -174,8 +174,8 @@ class Reclaimer:
         why, freed = decision.reason, 0
         try:
             if decision.action == "pause":
-                target = max(0, before - decision.memory_bytes)
-                paused = await pausing.pause(manager, sandbox.id, target, by="idle")
+                # of one that stands still all may go: it is not looked at again until it runs
+                paused = await pausing.pause(manager, sandbox.id, by="idle")
                 freed = max(0, before - paused.memory_bytes)
             else:
                 freed = await manager.backend.trim(sandbox.handle, decision.memory_bytes)
