@@ -20,7 +20,7 @@ FILES = KernelFiles()
 MIB = 1 << 20
 ZRAM = {"swap": "zram", "swap_mb": 256, "when": "off"}
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+pytestmark = pytest.mark.root
 needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 

@@ -25,7 +25,14 @@ from dsec import top
 from dsec.main import cli
 from dsec.top import ORDERS, Reading, View
 from libdsec.errors import WrongState
-from libdsec.model import CpuClass, DSecContainerRunArgs, HostStats, Metrics, SandboxInfo, SandboxRef
+from libdsec.model import (
+    CpuClass,
+    DSecContainerRunArgs,
+    HostStats,
+    Metrics,
+    SandboxInfo,
+    SandboxRef,
+)
 from tests.unit.wire_server import ServerCall, WireServer, in_thread
 
 ROOT = Path(__file__).parents[2]
