@@ -159,8 +159,8 @@ def test_a_row_has_all_of_a_sandbox() -> None:
     rows = top.rows(reading(n1=Metrics(uptime_s=3724.0)), reading(n1=use))
     *_, line, keys = shown(HostStats(), rows, View(), 120, 20)
     assert line.split() == [
-        "n1", "running", "std", "42%", "300M", "20.0M", "7.0M", "5.0M", "2.0K", "512", "mem", "12%", "1h",
-        "base/debian:12",
+        "n1", "running", "std", "42%", "300M", "20.0M", "7.0M", "5.0M", "2.0K", "512", "mem", "12%",
+        "1h", "base/debian:12",
     ]  # fmt: skip
     assert "q=quit" in keys
 
