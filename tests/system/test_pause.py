@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dsecd import fastpath
 from dsecd.host import swap, zram
 from dsecd.host.kernelfs import KernelFiles
 from libdsec.model import CommandResult, Paused, SandboxInfo
@@ -240,6 +241,28 @@ async def test_cpu_classes_are_in_the_sandbox_s_group() -> None:
             (pid, *_) = made.pids_of(info.id)
             assert (cpu_group(pid) / "cpu.idle").read_text().strip() == "0"
             await client.stop(info.id)
+
+
+@pytest.mark.vm
+@pytest.mark.needs("core_scheduling")
+async def test_nobody_runs_beside_a_latency_sensitive_sandbox() -> None:
+    async with daemon() as made:
+        client = await made.client()
+        info = await client.create("a", image=IMAGE, cpu_class="latency_sensitive")
+        other = await client.create("b", image=IMAGE, cpu_class="latency_sensitive")
+        await start(client, info.id, "sleep 1000")
+
+        def cookies(name: str) -> set[int]:
+            return {fastpath.get_sched_cookie(pid) for pid in made.pids_of(name)}
+
+        for cpu_class in ("standard", "latency_sensitive", "latency_sensitive", "best_effort"):
+            own = cookies(info.id)
+            assert len(own) == 1, "one for all of its processes"
+            sensitive = (await client.get(info.id)).cpu_class == "latency_sensitive"
+            assert (own != {0}) == sensitive
+            assert own != cookies(other.id) != {0}
+            args = {"id": info.id, "cpu_class": cpu_class}
+            await client.call("sandbox.set_cpu_class", args)
 
 
 def cpu_group(pid: int) -> Path:
