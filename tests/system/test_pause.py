@@ -169,9 +169,9 @@ async def test_checkpoint_pack_and_rollback_of_a_paused_sandbox() -> None:
 
 
 @pytest.mark.vm
-@needs_zram
-async def test_paused_memory_is_in_swap_and_comes_back() -> None:
-    async with daemon(reclaim=ZRAM) as made:
+@pytest.mark.parametrize("kind", [pytest.param("zram", marks=needs_zram), "file"])
+async def test_paused_memory_is_in_swap_and_comes_back(kind: str) -> None:
+    async with daemon(reclaim=ZRAM | {"swap": kind}) as made:
         client = await made.client()
         info = await client.create("a", image=IMAGE)
         await hold(client, info.id)

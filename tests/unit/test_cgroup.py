@@ -457,6 +457,22 @@ def test_v2_a_trim_cut_by_a_kill_leaves_no_swap_to_a_sandbox(v2: TwinFiles) -> N
     assert path.read_text() == "0"
 
 
+async def test_fault_v1_what_is_swapped_and_still_cached_was_nowhere(hybrid: TwinFiles) -> None:
+    """Paged out to a disk it is neither mapped nor in the count of swap: 48 MiB were missing."""
+    driver = detected(hybrid)
+    assert driver.slots is not None
+    driver.start()
+    slot = driver.slots.acquire()
+    cgroup = driver.make("a", 1)
+    cgroup.close()
+    stat = "cache 2000\nrss 300\nshmem 100\nswap 40\nactive_anon 50\ninactive_anon 5000\n"
+    Path(slot.directories["memory"], "memory.stat").write_text(stat)
+    found = driver.usage(cgroup, slot)
+    assert found.swapped_bytes == 40 + 5050 - 400
+    assert found.memory_bytes - found.cache_bytes == 400
+    await driver.close()
+
+
 def test_cpu_classes_on_v2(v2: TwinFiles) -> None:
     driver = detected(v2)
     cgroup = driver.make("a", 1)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from dsecd.config import Limits, Reclaim
 from dsecd.engine import pausing
 from dsecd.engine.manager import Manager
 from dsecd.engine.reclaiming import Reclaimer
+from dsecd.host.kernelfs import KernelFiles
+from dsecd.host.swap import Swap, Wanted
 from libdsec.errors import InvalidArgument, WrongState
 from libdsec.model import Event, Paused, Resumed, SandboxInfo
 from tests.unit.engine_fixtures import Bench, bench
@@ -340,3 +343,21 @@ async def test_concurrent_pauses_resumes_calls_and_a_stop() -> None:
         for call in late:
             with pytest.raises(WrongState):
                 await call.answer()
+
+
+@pytest.mark.parametrize(
+    ("paths", "slow"),
+    [([], False), (["/dev/zram0"], False), (["/dev/zram0", "/var/swap file"], True)],
+)
+def test_only_from_swap_that_is_waited_for_memory_is_read_ahead(
+    tmp_path: Path, paths: list[str], slow: bool
+) -> None:
+    """A fault of resumption: to read all of zram ahead took the CPU from the first answer."""
+
+    class Files(KernelFiles):
+        def read(self, path: str) -> str:
+            assert path == "/proc/swaps"
+            rows = [f"{path}\tpartition\t1024\t512\t-2" for path in paths]
+            return "\n".join(["Filename\tType\tSize\tUsed\tPriority", *rows, ""])
+
+    assert Swap(Wanted(), tmp_path / "record", tmp_path, Files()).slow() == slow

@@ -42,9 +42,10 @@ async def pause(host: ContainerHost, holding: Holding, save: Save) -> None:
 async def resume(host: ContainerHost, holding: Holding, save: Save) -> None:
     """Thaw a container. Raises `Internal`, `Unavailable`."""
     assert holding.cgroup is not None
-    # what was paged out comes back beside the thaw, ahead of being touched page by page
-    pids = host.driver.command_pids(holding.cgroup)
-    asyncio.get_running_loop().run_in_executor(None, pageout.prefetch, pids)
+    if host.swap.slow():
+        # what was paged out is read beside the thaw, ahead of being touched page by page
+        pids = host.driver.command_pids(holding.cgroup)
+        asyncio.get_running_loop().run_in_executor(None, pageout.prefetch, pids)
     await host.driver.thaw(holding.cgroup.path)
     holding.paused = False
     await _ask(holding, "sys.ping")  # a request: its clock goes on

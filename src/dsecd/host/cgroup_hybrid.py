@@ -95,9 +95,13 @@ class HybridDriver(TreeDriver):
         cache = max(0, stat.get("cache", 0) - shmem)
         own = max(0, cache + self.slots.kernel_bytes(slot) - slot.residue_bytes)
         pids = int(self.files.read(f"{slot.directories['pids']}/pids.current"))
+        mapped = stat.get("rss", 0) + shmem
+        # from a disk what is paged out stays in memory, too, mapped by nobody and counted as
+        # neither, until the kernel wants the pages: it then drops them without any writing
+        listed = stat.get("active_anon", 0) + stat.get("inactive_anon", 0)
         return Usage(
-            memory_bytes=stat.get("rss", 0) + shmem + own,
-            swapped_bytes=stat.get("swap", 0),
+            memory_bytes=mapped + own,
+            swapped_bytes=stat.get("swap", 0) + max(0, listed - mapped),
             cache_bytes=min(cache, own),
             cpu_usage_s=cpu_usage_s,
             pids=max(0, pids - INIT_PIDS),
