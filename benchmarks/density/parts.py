@@ -14,6 +14,7 @@ from dsec_bench.create.daemon import Daemon, DaemonError
 from dsec_bench.create.image import ImageError, chosen_root, place, python_root
 from dsec_bench.create.sdk import Sdk, Wrong
 from dsec_bench.density import classes, idle, pausing
+from dsec_bench.density.series import BESIDE, IDLE, PAUSED
 from dsec_bench.report import Row
 from dsec_bench.rootfs import RootfsError
 from dsec_bench.running import run_parts
@@ -29,9 +30,6 @@ ASKED = 200  # of them, at most
 ZRAM_MB = 48 << 10  # what is written to it takes a third or so
 ROUNDS = 5
 BURSTS, QUICK_BURSTS = 60, 20  # of a round
-SERIES = "answers of idle sandboxes"
-PAUSED = "paused Pythons"
-BESIDE = "20 ms of work beside a load"
 MIB = 1 << 20
 EXPECTED = (
     CgroupError, DSecError, DaemonError, ImageError, RootfsError, Wrong, ToolchainError,
@@ -88,7 +86,7 @@ def _idle(bed: Bed) -> None:
     answers = found.answers_ms
     rate = 1e3 * len(answers) / sum(answers) if answers else 0.0
     summary = Summary.of([Round(rate, answers, found.live - len(answers))])
-    report.row(Row(SERIES, "dsec", summary, 1, f"{found.live:,} live"))
+    report.row(Row(IDLE, "dsec", summary, 1, f"{found.live:,} live"))
     report.figure("live_idle_sandboxes", len(answers))
 
 
