@@ -33,6 +33,7 @@ from libdsec.forward import ForwardServer
 from libdsec.layers import Layers
 from libdsec.model import (
     CommandInfo,
+    CpuClass,
     DSecContainerRunArgs,
     Event,
     Feature,
@@ -45,9 +46,11 @@ from libdsec.model import (
     Metrics,
     Output,
     Packed,
+    Paused,
     PolicyRow,
     PtySize,
     Record,
+    Resumed,
     SandboxInfo,
     SandboxPolicy,
 )
@@ -61,11 +64,11 @@ from libdsec.watch import FileEvent, WatchHandle
 
 __all__ = [
     "AlreadyExists", "BuildStep", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult",
-    "Commands", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
+    "Commands", "CpuClass", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
     "Exhausted", "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "ImageConfig",
     "ImportProgress", "Internal", "InvalidArgument", "KeptPath", "KeptWarning", "LayerInfo",
-    "Layers", "Metrics", "NotFound", "Output", "Packed", "PermissionDenied", "PolicyRow", "Pty",
-    "PtySize", "Record", "Sandbox", "SandboxInfo", "SandboxPolicy", "Session", "SignedRecord",
-    "Timeout", "Unavailable", "Unsupported", "Verified", "WatchHandle", "WriteEntry", "WriteInfo",
-    "WrongState", "__version__", "check_record",
+    "Layers", "Metrics", "NotFound", "Output", "Packed", "Paused", "PermissionDenied", "PolicyRow",
+    "Pty", "PtySize", "Record", "Resumed", "Sandbox", "SandboxInfo", "SandboxPolicy", "Session",
+    "SignedRecord", "Timeout", "Unavailable", "Unsupported", "Verified", "WatchHandle",
+    "WriteEntry", "WriteInfo", "WrongState", "__version__", "check_record",
 ]  # fmt: skip

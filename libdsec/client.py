@@ -164,6 +164,22 @@ class DSecClient:
         args = model.ListArgs(labels=dict(labels or {}), all=all)
         return await self._link.call("sandbox.list", args, list[model.SandboxInfo], retry=True)
 
+    async def pause_sandboxes(
+        self, labels: Mapping[str, str], target_bytes: int | None = None
+    ) -> list[model.Paused]:
+        """Pause all sandboxes that carry `labels`, a few at a time; see `Sandbox.pause`."""
+        args = model.PauseManyArgs(labels=dict(labels), target_bytes=target_bytes)
+        return await self._link.call(
+            "sandbox.pause_many", args, list[model.Paused], retry=True, timeout_s=0
+        )
+
+    async def resume_sandboxes(self, labels: Mapping[str, str]) -> list[model.Resumed]:
+        """Resume all sandboxes that carry `labels`."""
+        args = model.ResumeManyArgs(labels=dict(labels))
+        return await self._link.call(
+            "sandbox.resume_many", args, list[model.Resumed], retry=True, timeout_s=0
+        )
+
     def _discard(self, raw: msgspec.Raw) -> None:
         """A create that was given up was answered after all."""
         self._link.post("sandbox.stop", model.SandboxRef(id=unpack(raw, model.SandboxInfo).id))

@@ -23,6 +23,13 @@ from libdsec.model_layers import LayerInfo as LayerInfo
 from libdsec.model_layers import LayerRef as LayerRef
 from libdsec.model_layers import PackArgs as PackArgs
 from libdsec.model_layers import Packed as Packed
+from libdsec.model_pause import CpuClass as CpuClass
+from libdsec.model_pause import PauseArgs as PauseArgs
+from libdsec.model_pause import Paused as Paused
+from libdsec.model_pause import PauseManyArgs as PauseManyArgs
+from libdsec.model_pause import Resumed as Resumed
+from libdsec.model_pause import ResumeManyArgs as ResumeManyArgs
+from libdsec.model_pause import SetCpuClass as SetCpuClass
 from libdsec.model_policy import NetworkMode as NetworkMode
 from libdsec.model_policy import PolicyAnswer as PolicyAnswer
 from libdsec.model_policy import PolicyArgs as PolicyArgs
@@ -39,7 +46,7 @@ from libdsec.model_verify import Record as Record
 from libdsec.model_verify import VerifyArgs as VerifyArgs
 from libdsec.model_verify import VerifyKey as VerifyKey
 
-State = Literal["creating", "running", "stopping", "stopped", "failed"]
+State = Literal["creating", "running", "paused", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
 
 
@@ -84,7 +91,8 @@ class DSecContainerRunArgs(_Args):
     the image says. `ttl_running_stop`
     stops the sandbox after that many seconds without any call from outside; `max_lifetime_s`
     after that many seconds in any case. `cpu_cores_limit` may be fractional. `disk_limit_mb`
-    bounds the writable upper layer; `upper` chooses where it lives.
+    bounds the writable upper layer; `upper` chooses where it lives. `cpu_class` says who goes first
+    when CPUs are short (docs/density.md).
 
     `policy` says what may be reached and done (docs/policy.md): a preset's name, or a policy in the
     form of its TOML; `network_rules` alone is short for one that turns services on and off, and
@@ -103,6 +111,7 @@ class DSecContainerRunArgs(_Args):
     from_checkpoint: str | None = None
     memory_limit_mb: int = 1024
     cpu_cores_limit: float = 1.0
+    cpu_class: CpuClass = "standard"
     pids_limit: int = 1024
     disk_limit_mb: int = 1024
     upper: Literal["auto", "memory", "disk"] = "auto"
@@ -159,6 +168,7 @@ class SandboxInfo(_Info):
     address6: str = ""
     labels: dict[str, str] = {}
     notes: list[str] = []
+    cpu_class: CpuClass = "standard"
     args: DSecContainerRunArgs | None = None
 
 
@@ -203,6 +213,7 @@ class Event(_Info):
     kind: Literal[
         "created", "stopped", "failed", "oom", "disk_full", "expired", "readopted", "packed",
         "checkpoint", "checkpoint_deleted", "rollback", "dropped", "denied", "policy", "verified",
+        "paused", "resumed",
     ]  # fmt: skip
     detail: dict[str, str] = {}
 

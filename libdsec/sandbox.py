@@ -184,9 +184,9 @@ class Sandbox:
         return self._info
 
     async def is_running(self) -> bool:
-        """Return whether the sandbox runs now."""
+        """Return whether the sandbox runs now, or would when it is called into (paused)."""
         try:
-            return (await self.get_info()).state == "running"
+            return (await self.get_info()).state in ("running", "paused")
         except NotFound:
             return False
 
@@ -201,6 +201,33 @@ class Sandbox:
         self._info = await self._link.call(
             "sandbox.set_timeout", args, model.SandboxInfo, retry=True
         )
+        return self._info
+
+    async def set_cpu_class(self, cpu_class: model.CpuClass) -> model.SandboxInfo:
+        """Set who goes first when CPUs are short (docs/density.md); it need not stop for that.
+
+        What the host does not give of it is in the notes of the result.
+        """
+        args = model.SetCpuClass(id=self.id, cpu_class=cpu_class)
+        self._info = await self._link.call(
+            "sandbox.set_cpu_class", args, model.SandboxInfo, retry=True
+        )
+        return self._info
+
+    async def pause(self, target_bytes: int | None = None) -> model.Paused:
+        """Have all processes stand still, and page out until `target_bytes` of memory are left.
+
+        Without a target as much goes as can. It stays so, without an idle timeout, until it is
+        resumed, which any call into it does by itself; calls that are open wait, and their
+        timeouts with them. `max_lifetime_s` runs on. Raises `WrongState`, `Unsupported`.
+        """
+        args = model.PauseArgs(id=self.id, target_bytes=target_bytes)
+        return await self._link.call("sandbox.pause", args, model.Paused, retry=True, timeout_s=0)
+
+    async def resume(self) -> model.SandboxInfo:
+        """Let a paused sandbox go on; returns when it answers. Raises `WrongState`."""
+        ref = model.SandboxRef(id=self.id)
+        self._info = await self._link.call("sandbox.resume", ref, model.SandboxInfo, retry=True)
         return self._info
 
     async def checkpoint(self) -> model.Checkpoint:

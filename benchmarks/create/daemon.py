@@ -26,8 +26,9 @@ class DaemonError(Exception):
     """The daemon did not start, or ended; the message holds the end of its log."""
 
 
-def configuration(name: str, run: Path, state: Path, serial: int) -> str:
+def configuration(name: str, run: Path, state: Path, serial: int, zram_mb: int = 0) -> str:
     """Return the TOML text of daemon number `serial` of this bench, called `name`. Pure."""
+    swap = f'swap = "zram"\nswap_mb = {zram_mb}' if zram_mb else 'swap = "off"'
     start = UID_RANGE_START + serial * (UID_RANGES << 16)
     return f"""\
 node = "bench{serial}"
@@ -48,18 +49,21 @@ uid_range_count = {UID_RANGES}
 pool4 = "10.{230 + serial}.0.0/16"
 pool6 = "fd5d:ec:{serial + 1:x}::/64"
 [reclaim]
-swap = "off"
+{swap}
 """
 
 
 class Daemon:
-    """dsecd as a child process. `open` starts it, `kill` is SIGKILL, `close` leaves nothing."""
+    """dsecd as a child process. `open` starts it, `kill` is SIGKILL, `close` leaves nothing.
 
-    def __init__(self, serial: int = 0) -> None:
+    With `zram_mb` it makes swap of that size, in compressed memory.
+    """
+
+    def __init__(self, serial: int = 0, zram_mb: int = 0) -> None:
         self.name = cgroups.own_group(f"-{serial}")
         self.run = leftovers.RUN / self.name
         self.state = Path()
-        self._serial = serial
+        self._serial, self._zram_mb = serial, zram_mb
         self._config = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -86,7 +90,8 @@ class Daemon:
         """Make the paths and the configuration, but start nothing."""
         self.state = Path(mkdtemp(prefix=f"{self.name}-", dir=leftovers.TEMPORARY))
         self._config = self.state / "dsecd.toml"
-        self._config.write_text(configuration(self.name, self.run, self.kept, self._serial))
+        text = configuration(self.name, self.run, self.kept, self._serial, self._zram_mb)
+        self._config.write_text(text)
 
     def start(self) -> None:
         """Start the daemon and wait until it accepts connections. Raises DaemonError."""

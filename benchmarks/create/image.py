@@ -54,6 +54,12 @@ def chosen_root(options: Options, stack: contextlib.ExitStack) -> Root:
         return _made(tree, "a few programs of the host", stack)
 
 
+def python_root(stack: contextlib.ExitStack) -> Root:
+    """Return a root with a few of the host's programs and its Python."""
+    with small_root(python=True) as tree:
+        return _made(tree, "the host's Python", stack)
+
+
 def root_of(sdk: Sdk, options: Options, stack: contextlib.ExitStack) -> Root:
     """Return the root of the layer that the daemon of `sdk` uses. Raises ImageError."""
     infos = sdk.run(sdk.client.layers.list())

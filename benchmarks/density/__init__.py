@@ -6,7 +6,7 @@ from dsec_bench.density.plot import plot
 
 DENSITY = Bench(
     name="density",
-    summary="Live idle sandboxes with one sleeping process each: all must answer; what they hold.",
+    summary="Live idle sandboxes and what they hold; paused ones; who yields when CPUs are short.",
     figures=FIGURES,
     parts=tuple(PARTS),
     run=run,

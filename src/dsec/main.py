@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import click
 
-from dsec import audit, completion, copy, execute, host, layer, policy, sandboxes, top, verify
+from dsec import (
+    audit,
+    completion,
+    copy,
+    execute,
+    host,
+    layer,
+    pausing,
+    policy,
+    sandboxes,
+    top,
+    verify,
+)
 from dsec.session import Settings
 from libdsec import __version__
 
@@ -43,9 +55,10 @@ def cli(
 
 for _command in (
     host.check, sandboxes.run, sandboxes.ps, execute.exec_, execute.shell, copy.copy, execute.logs,
-    host.stats, top.top, host.events, sandboxes.stop, layer.layer, layer.pack, policy.policy,
-    audit.audit, completion.completion, host.version, verify.verify, verify.verify_record,
-    verify.verify_key,
+    host.stats, top.top, host.events, sandboxes.stop,
+    pausing.pause, pausing.resume, pausing.class_,
+    layer.layer, layer.pack, policy.policy, audit.audit,
+    completion.completion, host.version, verify.verify, verify.verify_record, verify.verify_key,
 ):  # fmt: skip
     cli.add_command(_command)
 

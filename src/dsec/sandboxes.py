@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 import msgspec
 
 from dsec import completion, execute, output, policy
 from dsec.session import Settings, connected, json_option, report
-from libdsec import DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxInfo
+from libdsec import CpuClass, DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxInfo
 
 
 def secrets_of(
@@ -30,6 +30,8 @@ def secrets_of(
 _LIMITS: tuple[Callable[..., Any], ...] = (
     click.option("-m", "--memory", "memory_limit_mb", type=int, metavar="MB"),
     click.option("-c", "--cpus", "cpu_cores_limit", type=float, metavar="CORES"),
+    click.option("--cpu-class", type=click.Choice(get_args(CpuClass)),
+                 help="Who goes first when CPUs are short."),
     click.option("--pids", "pids_limit", type=int, metavar="COUNT"),
     click.option("--disk", "disk_limit_mb", type=int, metavar="MB"),
     click.option("--upper", type=click.Choice(["auto", "memory", "disk"])),

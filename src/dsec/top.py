@@ -34,6 +34,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
+    cpu_class: model.CpuClass
     image: str
     cpu_percent: float | None  # of one CPU
     memory_bytes: int
@@ -84,6 +85,7 @@ def _row(info: model.SandboxInfo, last: model.Metrics | None, use: model.Metrics
     return Row(
         id=info.id,
         state=info.state,
+        cpu_class=info.cpu_class,
         image=info.image,
         cpu_percent=None if cpu is None else 100 * cpu,
         memory_bytes=use.memory_bytes,
@@ -124,9 +126,12 @@ ORDERS: dict[str, Order] = {
 _BY_KEY = {order.key: name for name, order in ORDERS.items()}
 _KEYS = "sort: " + " ".join(f"{order.key}={name}" for name, order in ORDERS.items())
 _COLUMNS = (
-    "SANDBOX", "STATE", "CPU>", "MEM>", "SHARED>", "SWAP>", "DISK>", "RX/S>", "TX/S>", "STALLED>",
-    "UP>", "IMAGE",
+    "SANDBOX", "STATE", "CLASS", "CPU>", "MEM>", "SHARED>", "SWAP>", "DISK>", "RX/S>", "TX/S>",
+    "STALLED>", "UP>", "IMAGE",
 )  # fmt: skip
+_CLASSES: dict[model.CpuClass, str] = {
+    "latency_sensitive": "sens", "standard": "std", "best_effort": "best",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -211,6 +216,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.id,
         row.state,
+        _CLASSES[row.cpu_class],
         "-" if row.cpu_percent is None else f"{row.cpu_percent:.0f}%",
         _size(row.memory_bytes),
         _size(row.memory_shared_bytes),

@@ -155,6 +155,9 @@ class Registry:
         self.reclaims = Counter("dsec_reclaims_total", "Sandboxes asked for memory.", "action")
         self.reclaim_asked = Counter("dsec_reclaim_asked_bytes_total", "What they were asked for.")
         self.reclaim_freed = Counter("dsec_reclaim_freed_bytes_total", "What they gave.")
+        self.pauses = Counter("dsec_pauses_total", "Sandboxes paused: caller, or idle.", "by")
+        self.resumes = Counter("dsec_resumes_total", "Paused sandboxes resumed.")
+        self.resume_s = Histogram("dsec_resume_seconds", "Resume to answering agent.")
         self.events_dropped = Counter(
             "dsec_events_dropped_total", "Events not delivered to slow subscribers."
         )

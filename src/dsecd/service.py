@@ -114,7 +114,7 @@ class Service:
         manager, registry = self.manager, self.registry
 
         def by_state() -> dict[str, float]:
-            counts = {"creating": 0.0, "running": 0.0, "stopping": 0.0}
+            counts = {"creating": 0.0, "running": 0.0, "paused": 0.0, "stopping": 0.0}
             for sandbox in manager.live.values():
                 counts[sandbox.state] = counts.get(sandbox.state, 0.0) + 1
             return counts

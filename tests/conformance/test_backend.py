@@ -121,3 +121,22 @@ async def test_metrics_repeat_the_limits(subject: Subject) -> None:
     )
     assert (found.memory_limit_bytes, found.pids_limit) == (64 << 20, 99)
     assert found.uptime_s > 0
+
+
+async def test_a_paused_sandbox_is_resumed_by_a_call_and_has_its_files(subject: Subject) -> None:
+    info = await subject.client.create("k", subject.image, cpu_class="best_effort")
+    await subject.client.call("files.write", model.WriteArgs(path=b"/tmp/f", data=b"1"), info.id)
+    for _ in range(3):
+        paused = await subject.client.call(
+            "sandbox.pause", model.PauseArgs(id=info.id), kind=model.Paused
+        )
+        # the kernel's counters lag by some pages
+        assert paused.memory_bytes <= paused.memory_before_bytes + (1 << 20)
+        assert (await subject.client.get(info.id)).state == "paused"
+        both = (subject.client.run(info.id, "echo", word) for word in ("a", "b"))
+        assert [found.stdout for found in await asyncio.gather(*both)] == [b"a\n", b"b\n"]
+        found = await subject.client.call(
+            "files.read", model.ReadArgs(path=b"/tmp/f"), info.id, kind=model.Transferred
+        )
+        assert found.data == b"1"
+        assert (await subject.client.get(info.id)).state == "running"

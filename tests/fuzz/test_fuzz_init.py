@@ -22,6 +22,7 @@ NATIVE = ROOT / "src/_fastpath"
 REQUESTS: list[tuple[str, object]] = [
     ("sys.ping", {}),
     ("sys.stats", None),
+    ("sys.pause", {}),
     ("exec.run", {"cid": "a", "argv": [b"true", b"x"], "env": {"A": "b"}, "timeout_s": 1.5}),
     ("exec.run", {"cid": "b", "shell": b"true", "pty": {"rows": 3, "cols": 4}, "groups": [1, 2]}),
     ("exec.start", {"cid": "c", "shell": b"x", "session": "s", "background": True}),

@@ -1,8 +1,9 @@
 """dsecd with faults: ``STEP[:N]`` kills it with SIGKILL at the Nth time a step of the engine is
 reached; ``fail-each-step`` makes each step of the spawner fail once, in turn; ``before-tidy`` and
 ``after-tidy`` kill it where the deletion of a checkpoint frees something, ``in-a-copy`` where a
-checkpoint was copied, ``in-a-keep`` while what is graded is read; ``fail-a-mount`` lets mounts of
-layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out the other mechanisms for files.
+checkpoint was copied, ``in-a-keep`` while what is graded is read, ``in-a-pause`` once all stands
+still; ``fail-a-mount`` lets mounts of layers fail. ``only-apparmor`` and ``only-bpf-lsm`` leave out
+the other mechanisms for files.
 
 The product has no such switches: this file calls the same `run` with hooks of its own.
 """
@@ -31,6 +32,7 @@ from dsecd.backends import (
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_roots import unneeded
+from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.plan import STEPS, ContainerPlan
 from dsecd.policy import seccomp
 
@@ -79,6 +81,17 @@ def die_in_a_keep() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     container_keep.read_kept = deadly  # type: ignore[assignment]
+
+
+def die_in_a_pause() -> None:
+    """SIGKILL when a sandbox is frozen and nothing is journalled yet."""
+    freeze = TreeDriver.freeze
+
+    async def deadly(self: TreeDriver, path: str, timeout_s: float = 5.0) -> None:
+        await freeze(self, path, timeout_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    TreeDriver.freeze = deadly  # type: ignore[method-assign]
 
 
 def fail_a_mount(order: Path) -> None:
@@ -140,6 +153,8 @@ def main() -> int:
         die_in_a_copy()
     if name == "in-a-keep":
         die_in_a_keep()
+    if name == "in-a-pause":
+        die_in_a_pause()
     if name in ("before-tidy", "after-tidy"):
         die_in_a_deletion(after=name == "after-tidy")
     config = configuration.load(Path(sys.argv[3]))

@@ -476,3 +476,17 @@ def test_idle_memory_is_small(init: Init, client: InitClient) -> None:
     anonymous = next(line for line in text.splitlines() if line.startswith("Anonymous:"))
     if "asan" not in os.environ.get("DSEC_INIT", ""):
         assert int(anonymous.split()[1]) <= 400
+
+
+def test_no_time_passes_for_timeouts_from_a_pause_to_the_next_request(client: InitClient) -> None:
+    """A fault of pauses: what was frozen for long had all its timeouts at once afterwards."""
+    call = client.open("exec.run", cid="paused", argv=[b"sleep", b"30"], timeout_s=0.8)
+    time.sleep(0.2)
+    client.call("sys.pause")
+    time.sleep(1.5)
+    assert [c["running"] for c in client.call("exec.list") if c["cid"] == "paused"] == [True]
+    begun = time.monotonic()
+    result, _ = client.finish(call)
+    assert result["timed_out"]
+    assert 0.2 < time.monotonic() - begun < 1.5
+    assert result["duration_s"] < 1.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ HELD = 48 * MIB
 ALWAYS = {"when": "always", "trim_after_s": 1.0, "period_s": 0.5, "pause_after_s": 0.0}
 ZRAM = {"swap": "zram", "swap_mb": 256}
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+pytestmark = pytest.mark.root
 needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 

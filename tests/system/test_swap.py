@@ -18,7 +18,7 @@ from libdsec.errors import Unsupported
 FILES = KernelFiles()
 SIZE = 16 << 20
 
-pytestmark = [pytest.mark.vm, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [pytest.mark.vm, pytest.mark.root]
 needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 

@@ -223,3 +223,44 @@ async def test_top_finds_what_is_at_work() -> None:
         assert host["sandboxes"] == 2
         assert host["cpu_overcommit"] == pytest.approx(2 / host["cpus"])
         assert busy in await dsec("top", "--once", "--interval", "0.1")
+
+
+async def test_pause_resume_and_class() -> None:
+    async with shell() as dsec:
+        names = [(await dsec("run", "-l", "job=7", IMAGE)).strip() for _ in range(2)]
+        other = (await dsec("run", "--cpu-class", "latency_sensitive", IMAGE)).strip()
+
+        async def seen(field: str) -> dict[str, str]:
+            return {row["id"]: row.get(field, "standard") for row in await dsec.json("ps")}
+
+        line = await dsec("pause", "--target", "1", names[0])
+        assert line.startswith(f"{names[0]}  ")
+        assert "MiB" in line
+        assert await seen("state") == {names[0]: "paused", names[1]: "running", other: "running"}
+        found = await dsec.json("pause", "-l", "job=7")
+        assert sorted(each["id"] for each in found) == sorted(names)
+        for each in found:  # the kernel's counters lag by some pages
+            assert each["memory_bytes"] <= each["memory_before_bytes"] + (1 << 20)
+        assert await seen("state") == {names[0]: "paused", names[1]: "paused", other: "running"}
+
+        # looking at them, and their class, need no resumption
+        await dsec("class", "best_effort", "-l", "job=7")
+        classes = {names[0]: "best_effort", names[1]: "best_effort", other: "latency_sensitive"}
+        assert await seen("cpu_class") == classes
+        made = await dsec.json("top", "--once", "--interval", "0.1")
+        assert {row["id"]: row["cpu_class"] for row in made["sandboxes"]} == classes
+        assert (await seen("state"))[names[0]] == "paused"
+
+        assert await dsec("resume", names[0]) == f"{names[0]}\n"
+        assert await dsec("exec", names[1], "echo", "there") == "there\n"
+        assert set((await seen("state")).values()) == {"running"}
+        assert await dsec("resume", "-l", "job=8") == ""
+        # one that is not there keeps the others from nothing
+        assert (await dsec("pause", "none", other, code=1)).startswith(other)
+        assert (await seen("state"))[other] == "paused"
+        await dsec("class", "standard", "none", other, code=1)
+        assert (await seen("cpu_class"))[other] == "standard"
+        assert (await dsec("resume", "-l", "job=7")).split() == names
+        await dsec("pause", code=2)
+        await dsec("resume", other, "-l", "job=7", code=2)
+        await dsec("class", "urgent", other, code=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dsec_bench.bench import Context, Options
-from dsec_bench.density import DENSITY, idle, parts
+from dsec_bench.density import DENSITY, classes, idle, parts
 from dsec_bench.density.idle import Level, Result
 from dsec_bench.progress import Steps
 from dsec_bench.report import Report
@@ -14,7 +14,10 @@ MIB = 1 << 20
 
 
 def test_every_figure_has_a_part() -> None:
-    assert set(DENSITY.figures) == {"live_idle_sandboxes"}
+    assert set(DENSITY.figures) == {
+        "live_idle_sandboxes", "paused_python_mib", "resume_ms", "ls_p50_loaded_vs_unloaded",
+        "ls_p99_loaded_vs_unloaded", "default_p50_loaded_vs_unloaded",
+    }  # fmt: skip
     assert set(DENSITY.parts) == set(parts.PARTS)
 
 
@@ -43,3 +46,17 @@ def test_errors_are_counted_by_what_they_say() -> None:
     for text in ("full", "full", "gone"):
         result.failed(OSError(text))
     assert result.errors == {"full": 2, "gone": 1}
+
+
+def test_a_ratio_is_of_two_cases_of_one_round() -> None:
+    """A host that became slower in the second of three rounds is in both."""
+    result = classes.Result()
+    result.bursts_ms["unloaded"] = [[20.0, 21.0, 22.0], [40.0, 42.0, 44.0], [20.0, 21.0, 30.0]]
+    result.bursts_ms["standard"] = [[60.0, 63.0, 64.0], [80.0, 84.0, 99.0], [60.0, 63.0, 66.0]]
+    assert result.ratio("standard", 0.5) == pytest.approx(3)
+    assert result.ratio("unloaded", 0.99) == 1
+
+
+def test_the_cases_differ_in_what_they_say() -> None:
+    assert [setting.case for setting in classes.SETTINGS if setting.load is None] == ["unloaded"]
+    assert {setting.case for setting in classes.SETTINGS if setting.idle} == {"SCHED_IDLE"}

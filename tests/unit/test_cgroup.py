@@ -23,7 +23,8 @@ V2_FILES = {
 V2_CONTROLLED = {
     "memory.max": "max\n", "memory.swap.max": "max\n", "memory.current": "5000\n",
     "memory.stat": "anon 1000\nfile 3000\nshmem 500\n", "memory.events": "oom 1\noom_kill 2\n",
-    "cpu.max": "max 100000\n", "pids.max": "max\n", "pids.current": "4\n",
+    "cpu.max": "max 100000\n", "cpu.max.burst": "0\n", "cpu.weight": "100\n", "cpu.idle": "0\n",
+    "pids.max": "max\n", "pids.current": "4\n",
 }  # fmt: skip
 V1_FILES = {
     "memory": {
@@ -32,7 +33,10 @@ V1_FILES = {
         "memory.stat": "cache 0\nrss 0\nshmem 0\n", "memory.force_empty": "",
         "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
     },
-    "cpu": {"cgroup.procs": "", "cpu.cfs_quota_us": "-1\n"},
+    "cpu": {
+        "cgroup.procs": "", "cpu.cfs_quota_us": "-1\n", "cpu.cfs_burst_us": "0\n",
+        "cpu.shares": "1024\n", "cpu.idle": "0\n",
+    },
     "pids": {"cgroup.procs": "", "pids.max": "max\n", "pids.current": "0\n"},
 }  # fmt: skip
 
@@ -451,3 +455,68 @@ def test_v2_a_trim_cut_by_a_kill_leaves_no_swap_to_a_sandbox(v2: TwinFiles) -> N
     path.write_text("max")
     assert UnifiedDriver(v2, str(v2.root), "dsec").find("s0-n0-1-abcd") is not None
     assert path.read_text() == "0"
+
+
+async def test_fault_v1_what_is_swapped_and_still_cached_was_nowhere(hybrid: TwinFiles) -> None:
+    """Paged out to a disk it is neither mapped nor in the count of swap: 48 MiB were missing."""
+    driver = detected(hybrid)
+    assert driver.slots is not None
+    driver.start()
+    slot = driver.slots.acquire()
+    cgroup = driver.make("a", 1)
+    cgroup.close()
+    stat = "cache 2000\nrss 300\nshmem 100\nswap 40\nactive_anon 50\ninactive_anon 5000\n"
+    Path(slot.directories["memory"], "memory.stat").write_text(stat)
+    found = driver.usage(cgroup, slot)
+    assert found.swapped_bytes == 40 + 5050 - 400
+    assert found.memory_bytes - found.cache_bytes == 400
+    await driver.close()
+
+
+def test_cpu_classes_on_v2(v2: TwinFiles) -> None:
+    driver = detected(v2)
+    cgroup = driver.make("a", 1)
+    cgroup.close()
+    for write in driver.limits(cgroup, 64 << 20, 1.5, 16):
+        v2.write(write.path, write.value)
+    for cpu_class, idle, weight, burst in (
+        ("latency_sensitive", "0", "800", "150000"),
+        ("standard", "0", "100", "0"),
+    ):
+        assert driver.set_cpu_class(cgroup, None, cpu_class) == ()  # type: ignore[arg-type]
+        assert read(cgroup.path, "cpu.idle", "cpu.weight", "cpu.max.burst") == [idle, weight, burst]
+    v2.writes.clear()
+    assert driver.set_cpu_class(cgroup, None, "best_effort") == ()
+    assert read(cgroup.path, "cpu.idle", "cpu.max.burst") == ["1", "0"]
+    assert not any("cpu.weight" in path for path, _ in v2.writes)  # EINVAL while it is idle
+
+
+def test_a_kernel_without_cpu_idle_or_bursts_is_said(v2: TwinFiles) -> None:
+    driver = detected(v2)
+    cgroup = driver.make("a", 1)
+    cgroup.close()
+    for name in ("cpu.idle", "cpu.max.burst"):
+        Path(cgroup.path, name).unlink()
+    (missing,) = driver.set_cpu_class(cgroup, None, "best_effort")
+    assert "cpu.idle" in missing
+    assert read(cgroup.path, "cpu.weight") == ["1"]
+    (missing,) = driver.set_cpu_class(cgroup, None, "latency_sensitive")
+    assert "burst" in missing
+
+
+async def test_the_next_life_of_a_slot_has_no_class(hybrid: TwinFiles) -> None:
+    driver = detected(hybrid)
+    assert driver.slots is not None
+    driver.start()
+    slot = driver.slots.acquire()
+    cgroup = driver.make("a", 1)
+    cgroup.close()
+    assert driver.set_cpu_class(cgroup, slot, "best_effort") == ()
+    assert read(slot.directories["cpu"], "cpu.idle") == ["1"]
+    await driver.slots._recycle(slot)
+    assert read(slot.directories["cpu"], "cpu.idle", "cpu.shares") == ["0", "1024"]
+    await driver.close()
+
+
+def read(directory: str, *names: str) -> list[str]:
+    return [Path(directory, name).read_text().strip() for name in names]

@@ -25,7 +25,14 @@ from dsec import top
 from dsec.main import cli
 from dsec.top import ORDERS, Reading, View
 from libdsec.errors import WrongState
-from libdsec.model import DSecContainerRunArgs, HostStats, Metrics, SandboxInfo, SandboxRef
+from libdsec.model import (
+    CpuClass,
+    DSecContainerRunArgs,
+    HostStats,
+    Metrics,
+    SandboxInfo,
+    SandboxRef,
+)
 from tests.unit.wire_server import ServerCall, WireServer, in_thread
 
 ROOT = Path(__file__).parents[2]
@@ -152,10 +159,18 @@ def test_a_row_has_all_of_a_sandbox() -> None:
     rows = top.rows(reading(n1=Metrics(uptime_s=3724.0)), reading(n1=use))
     *_, line, keys = shown(HostStats(), rows, View(), 120, 20)
     assert line.split() == [
-        "n1", "running", "42%", "300M", "20.0M", "7.0M", "5.0M", "2.0K", "512", "mem", "12%", "1h",
-        "base/debian:12",
+        "n1", "running", "std", "42%", "300M", "20.0M", "7.0M", "5.0M", "2.0K", "512", "mem", "12%",
+        "1h", "base/debian:12",
     ]  # fmt: skip
     assert "q=quit" in keys
+
+
+@pytest.mark.parametrize(("cpu_class", "cell"), list(top._CLASSES.items()))
+def test_a_row_has_state_and_class(cpu_class: CpuClass, cell: str) -> None:
+    paused = SandboxInfo(id="n1", state="paused", image="i", cpu_class=cpu_class)
+    rows = top.rows(Reading(), Reading(HostStats(), {"n1": (paused, Metrics())}))
+    assert shown(HostStats(), rows, View(), 120, 20)[-2].split()[:3] == ["n1", "paused", cell]
+    assert rows[0].cpu_class == cpu_class
 
 
 def test_the_order_is_marked() -> None:

@@ -38,6 +38,7 @@ static bool peer_is_ours(int fd)
 
 static void conn_adopt(int fd)
 {
+    clock_go(); /* who paused the sandbox may not have come to freezing it */
     struct conn *conn = conns;
     while (conn < conns + MAX_CONNS && conn->used)
         conn++;

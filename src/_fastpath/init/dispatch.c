@@ -59,6 +59,14 @@ static void op_ping(struct call *call, struct mp_bytes raw)
     reply_nil(call);
 }
 
+/* The sandbox is about to be frozen. The next request, which the thaw brings, sets the clock going. */
+static void op_pause(struct call *call, struct mp_bytes raw)
+{
+    (void)raw;
+    clock_stop();
+    reply_nil(call);
+}
+
 static void op_stats(struct call *call, struct mp_bytes raw)
 {
     (void)raw;
@@ -134,6 +142,7 @@ static const struct operation {
     { "session.list", op_session_list },
     { "net.forward", op_forward },    { "root.swap", root_swap },
     { "sys.ping", op_ping },          { "sys.stats", op_stats },
+    { "sys.pause", op_pause },
 };
 
 static void handle_request(struct call *call, struct mp_bytes op, struct mp_bytes args)
@@ -163,6 +172,7 @@ static bool on_request(struct conn *conn, struct mp_reader *r, uint64_t id, uint
         mp_get_str(r); /* the target was for dsecd */
     if (!mp_finished(r) || call_find(conn, id))
         return false;
+    clock_go();
     struct call *call = call_open(conn, id);
     if (call) {
         handle_request(call, op, args);

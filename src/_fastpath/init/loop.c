@@ -14,6 +14,7 @@ static struct epoll_event batch[BATCH];
 static int batch_n;
 static uint8_t *tables;
 static size_t tables_used;
+static uint64_t stopped_us, stood_us; /* when the clock was stopped (0: it goes), how long in all */
 
 int loop_open(void)
 {
@@ -89,11 +90,29 @@ static void kernel_time(clockid_t clock, struct timespec *t)
     syscall(SYS_clock_gettime, clock, t);
 }
 
-uint64_t now_us(void)
+static uint64_t kernel_us(void)
 {
     struct timespec t;
     kernel_time(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000 + (uint64_t)t.tv_nsec / 1000;
+}
+
+uint64_t now_us(void)
+{
+    return (stopped_us ? stopped_us : kernel_us()) - stood_us;
+}
+
+void clock_stop(void)
+{
+    if (!stopped_us)
+        stopped_us = kernel_us();
+}
+
+void clock_go(void)
+{
+    if (stopped_us)
+        stood_us += kernel_us() - stopped_us;
+    stopped_us = 0;
 }
 
 double now_wall(void)

@@ -29,7 +29,9 @@ void source_close(struct source *source);
 /* Stop watching and give the descriptor back. */
 int source_release(struct source *source);
 
-uint64_t now_us(void); /* monotonic */
+uint64_t now_us(void); /* monotonic; stands still from clock_stop to clock_go */
+void clock_stop(void);
+void clock_go(void);
 double now_wall(void); /* seconds since the epoch */
 
 /* Memory that goes back to the system when freed. NULL when there is none. */

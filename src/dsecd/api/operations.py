@@ -19,7 +19,7 @@ from dsecd import __version__
 from dsecd.api import policies
 from dsecd.api.local import LocalCall
 from dsecd.api.progress import told
-from dsecd.engine import snapshots, usage
+from dsecd.engine import cpu, pausing, snapshots, usage
 from dsecd.engine import verify as grading
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
@@ -67,6 +67,11 @@ class Operations:
             ("sandbox.stop", model.SandboxRef, self.stop, False),
             ("sandbox.list", model.ListArgs, self.select, True),
             ("sandbox.set_timeout", model.SetTimeout, self.set_timeout, True),
+            ("sandbox.set_cpu_class", model.SetCpuClass, self.set_cpu_class, False),
+            ("sandbox.pause", model.PauseArgs, self.pause, False),
+            ("sandbox.resume", model.SandboxRef, self.resume, False),
+            ("sandbox.pause_many", model.PauseManyArgs, self.pause_many, False),
+            ("sandbox.resume_many", model.ResumeManyArgs, self.resume_many, False),
             ("sandbox.metrics", model.SandboxRef, self.metrics, False),
             ("events.subscribe", model.EventFilter, self.subscribe, False),
             ("host.check", msgspec.Raw, self.check, False),
@@ -169,6 +174,21 @@ class Operations:
         sandbox = self._manager.get(args.id)
         self._manager.set_timeout(sandbox, value)
         return sandbox.info()
+
+    async def set_cpu_class(self, call: LocalCall, args: model.SetCpuClass) -> model.SandboxInfo:
+        return await cpu.set_cpu_class(self._manager, args)
+
+    async def pause(self, call: LocalCall, args: model.PauseArgs) -> model.Paused:
+        return await pausing.pause(self._manager, args.id, args.target_bytes)
+
+    async def resume(self, call: LocalCall, args: model.SandboxRef) -> model.SandboxInfo:
+        return (await pausing.resume(self._manager, args.id)).info()
+
+    async def pause_many(self, call: LocalCall, args: model.PauseManyArgs) -> list[model.Paused]:
+        return await pausing.pause_many(self._manager, args.labels, args.target_bytes)
+
+    async def resume_many(self, call: LocalCall, args: model.ResumeManyArgs) -> list[model.Resumed]:
+        return await pausing.resume_many(self._manager, args.labels)
 
     async def pack_diff(self, call: LocalCall, args: model.PackArgs) -> model.Packed:
         if not args.builder:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dsecd.backends.abc import Call
-from dsecd.engine import outcome
+from dsecd.engine import outcome, pausing
+from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from libdsec import wire
-from libdsec.errors import Unavailable, WrongState, to_wire
+from libdsec.errors import DSecError, Internal, Unavailable, WrongState, to_wire
 
 if TYPE_CHECKING:
     from dsecd.api.connection import ClientConnection
@@ -91,6 +92,18 @@ class ProxiedCall:
         channel = self._sandbox.channel
         assert channel is not None  # enter() has seen it running
         self._agent = channel.open(request.op, request.args, self)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have a paused sandbox go on. What was sent waits at its agent meanwhile."""
+        if pausing.asleep(self._sandbox):
+            pausing.wake(self._manager, self._sandbox).add_done_callback(self._woken)
+
+    def _woken(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._agent is not None:
+            known = error if isinstance(error, DSecError) else Internal(f"cannot resume: {error!r}")
+            self.on_failure(to_wire(known))
 
     # --- from the client
 
@@ -100,14 +113,17 @@ class ProxiedCall:
             self._connection.violation("an item was sent without credit")
         elif self._agent is not None:
             self._agent.send_item(data)
+            self._wake()
 
     def end(self) -> None:
         if self._agent is not None:
             self._agent.end()
+            self._wake()
 
     def cancel(self) -> None:
         if self._agent is not None:
             self._agent.cancel()
+            self._wake()
 
     def credit(self, n: int) -> None:
         if n == 0:
@@ -180,7 +196,7 @@ class ProxiedCall:
 
     def _fail(self, error: dict[str, object]) -> None:
         state = self._sandbox.state
-        if error.get("code") == Unavailable.code and state != "running":
+        if error.get("code") == Unavailable.code and state not in ALIVE:
             error = to_wire(WrongState(f"sandbox is {state}: {self._sandbox.reason}", state=state))
         connection = self._finish()
         if connection is not None:

@@ -47,6 +47,7 @@ from dsecd.policy.rules import NetPolicy
 from libdsec.model import (
     Checkpoint,
     Collected,
+    CpuClass,
     Feature,
     KeptPath,
     KeptWarning,
@@ -81,6 +82,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     files_ruled: int = 0  # and that one with rules for its network costs beyond
     trim: bool = False  # pages out memory of running sandboxes
+    pause: bool = False
     secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()
@@ -146,6 +148,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     address6: str = ""
     notes: tuple[str, ...] = ()
     steps_us: Mapping[str, int] = {}  # time of each step of the creation
+    paused: bool = False  # of a recovered one
 
 
 class Listener(Protocol):
@@ -240,6 +243,19 @@ class Backend(Protocol):
     async def trim(self, handle: Handle, want_bytes: int) -> int:
         """Page out the coldest memory of a sandbox, which goes on running, or stays as frozen as
         it is. Returns how many bytes were freed, which without swap may be few."""
+
+    async def pause(self, handle: Handle, save: Save) -> None:
+        """Have all in a sandbox stand still until `resume`, whatever becomes of the daemon.
+
+        Calls wait, those that are opened meanwhile too, and none of their timeouts runs. `save`
+        journals the handle, by which `recover` knows. After a failure it runs. Memory is `trim`'s.
+        """
+
+    async def resume(self, handle: Handle, save: Save) -> None:
+        """Let a paused sandbox go on; returns when its agent answers. May be called again."""
+
+    async def set_cpu_class(self, handle: Handle, cpu_class: CpuClass) -> tuple[str, ...]:
+        """Say how a sandbox competes for CPUs. Returns what of that the host does not give."""
 
     def oom_kills(self, handle: Handle) -> int:
         """A cheap counter read."""

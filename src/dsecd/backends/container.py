@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import msgspec
 
-from dsecd.backends import abc, container_pack, container_usage
+from dsecd.backends import abc, container_cpu, container_pack, container_pause, container_usage
 from dsecd.backends.abc import (
     Capabilities,
     Handle,
@@ -30,13 +30,12 @@ from dsecd.backends.abc import (
 from dsecd.backends.agent import AgentChannel
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Held, Holding
-from dsecd.backends.container_host import ContainerHost
+from dsecd.backends.container_host import ContainerHost, resources
 from dsecd.backends.container_keep import keep
 from dsecd.backends.container_network import OPEN
 from dsecd.backends.container_oom import OomEars
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
-    Resources,
     compile_plan,
     memory_upper_bytes,
     on_disk,
@@ -71,7 +70,7 @@ class ContainerBackend:
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, secrets=True,
-            files_each=5, files_ruled=5, trim=True,
+            files_each=5, files_ruled=5, trim=True, pause=True,
             # where the probe finds what they need
             mechanisms=(
                 "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_lsm", "bpf_cgroup",
@@ -191,7 +190,8 @@ class ContainerBackend:
         assert holding.cgroup is not None
         slot = await host.spawners.reserve()
         try:
-            plan = compile_plan(host.template, spec, self._resources(holding, spec, slot))
+            given = resources(host, holding, spec, slot if isinstance(slot, Slot) else None)
+            plan = compile_plan(host.template, spec, given)
             saved, base = holding.roots.saved, holding.range.uid_base
             with (
                 host.mounts.lowers([layer.digest for layer in holding.layers]) as lowers,
@@ -204,31 +204,6 @@ class ContainerBackend:
             raise
         holding.slot = slot if isinstance(slot, Slot) else None
         return spawned
-
-    def _resources(self, holding: Holding, spec: Spec, slot: object) -> Resources:
-        host = self._host
-        assert holding.range is not None
-        assert holding.cgroup is not None
-        target = slot if isinstance(slot, Slot) else holding.cgroup
-        return Resources(
-            sandbox=holding.sandbox,
-            uid_base=holding.range.uid_base,
-            owner_uid=holding.range.owner_uid,
-            cgroup=holding.cgroup.path,
-            confinement=msgspec.structs.replace(
-                host.confiner.confine(spec.policy), apparmor=holding.apparmor
-            ),
-            lowers=len(holding.layers) + len(holding.roots.saved),
-            raw_lowers=len(holding.roots.saved),
-            linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
-            writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
-            upper=holding.upper,
-            attachment=holding.attachment,
-            cpus=holding.cpus,
-            cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
-            trust_binds=host.secrets.binds(holding.sandbox),
-            defaults=holding.defaults,
-        )
 
     async def _connect(self, holding: Holding) -> None:
         """Connect to dsec-init; its socket listens since before it was started.
@@ -259,6 +234,7 @@ class ContainerBackend:
             address6=attachment.address6 if attachment else "",
             notes=tuple(notes),
             steps_us=micros,
+            paused=holding.paused,
         )
 
     # --- what happens by itself -----------------------------------------------------------------
@@ -383,8 +359,10 @@ class ContainerBackend:
         holding = Holding(handle.sandbox)
         holding.cgroup, holding.pid, holding.pidfd = cgroup, held.pid, pidfd
         self._holdings[handle.sandbox] = holding
-        # a daemon that died while it read the changes left everything standing still
-        await host.driver.thaw(cgroup.path)
+        holding.paused = held.paused and host.driver.frozen(cgroup.path)
+        if not holding.paused:
+            # a daemon that died while it read the changes left everything standing still
+            await host.driver.thaw(cgroup.path)
         holding.range = host.ranges.adopt(held.range_index, held.pid)
         for layer in held.layers:
             host.mounts.acquire(layer.digest, layer.image, layer.devices, layer.served)
@@ -443,6 +421,17 @@ class ContainerBackend:
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:
         return await container_usage.trim(self._host, self._holdings[handle.sandbox], want_bytes)
+
+    async def pause(self, handle: Handle, save: Save) -> None:
+        holding = self._holdings[handle.sandbox]
+        await container_pause.pause(self._host, holding, self._saver(holding, save))
+
+    async def resume(self, handle: Handle, save: Save) -> None:
+        holding = self._holdings[handle.sandbox]
+        await container_pause.resume(self._host, holding, self._saver(holding, save))
+
+    async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
+        return container_cpu.set_class(self._host, self._holdings[handle.sandbox], cpu_class)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host

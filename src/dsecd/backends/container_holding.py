@@ -90,6 +90,7 @@ class Held(msgspec.Struct, kw_only=True, omit_defaults=True):
     defaults: Config = Config()
     roots: Roots = msgspec.field(default_factory=Roots)
     guards: tuple[Guard, ...] = ()
+    paused: bool = False
 
 
 class Holding:
@@ -97,8 +98,9 @@ class Holding:
 
     __slots__ = (
         "apparmor", "attachment", "cgroup", "cgroup_id", "channel", "cpus", "defaults", "guards",
-        "layers", "names", "netns", "overrides", "pid", "pidfd", "policy", "range", "reach",
-        "relay", "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes", "watch",
+        "layers", "names", "netns", "overrides", "paused", "pid", "pidfd", "policy", "range",
+        "reach", "relay", "restrictions", "roots", "sandbox", "slot", "upper", "upper_bytes",
+        "watch",
         "watch_timer",
     )  # fmt: skip
 
@@ -124,6 +126,7 @@ class Holding:
         self.cgroup: SandboxCgroup | None = None
         self.cgroup_id = 0  # when a network policy is bound to it
         self.slot: Slot | None = None
+        self.paused = False  # frozen until it is resumed
         self.pid = 0
         self.pidfd = -1
         self.channel: AgentChannel | None = None
@@ -147,6 +150,7 @@ class Holding:
             defaults=self.defaults,
             roots=self.roots,
             guards=self.guards,
+            paused=self.paused,
         )
         return Handle(
             sandbox=self.sandbox, backend="container", resources=msgspec.msgpack.encode(held)

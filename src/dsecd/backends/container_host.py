@@ -14,13 +14,17 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
+import msgspec
+
 from dsecd.backends import container_confine
 from dsecd.backends.container_apparmor import AppArmor
+from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_lsm import FileRules
 from dsecd.backends.container_network import Networks
-from dsecd.backends.container_plan import CpuLoad, Template, runtime_dir
+from dsecd.backends.container_plan import CpuLoad, Resources, Template, runtime_dir
 from dsecd.backends.container_secrets import Secrets
+from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import cgroup, probe, shared_limits, shell, sockets, spawner, tree
 from dsecd.host.damon import Damon, Scheme
@@ -325,3 +329,31 @@ def _binary(configured: str, name: str) -> str:
     if not os.access(path, os.X_OK):
         raise Unsupported(f"{path} is missing: build it, or set paths.{name[5:]}", reason="no file")
     return str(path)
+
+
+def resources(
+    host: ContainerHost, holding: Holding, spec: Spec, slot: cgroup.Slot | None
+) -> Resources:
+    """Return what a container that is about to be made was given, for its plan."""
+    assert holding.range is not None
+    assert holding.cgroup is not None
+    target = slot or holding.cgroup
+    return Resources(
+        sandbox=holding.sandbox,
+        uid_base=holding.range.uid_base,
+        owner_uid=holding.range.owner_uid,
+        cgroup=holding.cgroup.path,
+        confinement=msgspec.structs.replace(
+            host.confiner.confine(spec.policy), apparmor=holding.apparmor
+        ),
+        lowers=len(holding.layers) + len(holding.roots.saved),
+        raw_lowers=len(holding.roots.saved),
+        linked=bool(holding.roots.saved) and holding.roots.saved[-1].linked,
+        writes=host.driver.limits(target, spec.memory_bytes, spec.cpu_cores, spec.pids),
+        upper=holding.upper,
+        attachment=holding.attachment,
+        cpus=holding.cpus,
+        cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
+        trust_binds=host.secrets.binds(holding.sandbox),
+        defaults=holding.defaults,
+    )

@@ -49,6 +49,7 @@ from libdsec.model import (
     Collected,
     CommandInfo,
     CommandResult,
+    CpuClass,
     ExecArgs,
     Feature,
     FileStat,
@@ -126,6 +127,7 @@ class FakeCall:
         try:
             if self._given_up:
                 raise asyncio.CancelledError
+            await self.sandbox.going.wait()
             result = await self.sandbox.answer(op, args, self)
         except asyncio.CancelledError:
             self.receiver.on_failure(to_wire(self.sandbox.loss()))
@@ -174,6 +176,10 @@ class FakeSandbox:
         self.oom_kills = 0
         self.memory_bytes = self.swapped_bytes = 0
         self.cpu_usage_s = 0.0
+        self.cpu_class: CpuClass = "standard"
+        self.pauses = self.resumes = 0
+        self.going = asyncio.Event()  # not paused
+        self.going.set()
         self.closed = False
 
     # --- Channel
@@ -339,7 +345,7 @@ class FakeBackend:
     """See the module's docstring. `latency_s` is the time a create takes."""
 
     name = "fake"
-    capabilities = Capabilities(network=("none",), oom=True, layers=True, trim=True)
+    capabilities = Capabilities(network=("none",), oom=True, layers=True, trim=True, pause=True)
 
     def __init__(self, latency_s: float = 0.0) -> None:
         self.latency_s = latency_s
@@ -388,7 +394,8 @@ class FakeBackend:
         if sandbox is None:
             return None
         sandbox.closed = False
-        return Instance(handle=handle, channel=sandbox, pid=1)
+        paused = not sandbox.going.is_set()
+        return Instance(handle=handle, channel=sandbox, pid=1, paused=paused)
 
     async def sweep(self, known: Collection[str]) -> Iterable[str]:
         unknown = [name for name in self.sandboxes if name not in known]
@@ -416,6 +423,26 @@ class FakeBackend:
         sandbox.memory_bytes -= freed
         sandbox.swapped_bytes += freed
         return freed
+
+    async def pause(self, handle: Handle, save: Save) -> None:
+        """Let calls wait. What runs already goes on: it is a task of the daemon's."""
+        sandbox = self.sandboxes[handle.sandbox]
+        await asyncio.sleep(0)
+        sandbox.going.clear()
+        sandbox.pauses += 1
+        await save(handle)
+
+    async def resume(self, handle: Handle, save: Save) -> None:
+        sandbox = self.sandboxes[handle.sandbox]
+        await asyncio.sleep(0)
+        sandbox.resumes += not sandbox.going.is_set()
+        sandbox.going.set()
+        await save(handle)
+
+    async def set_cpu_class(self, handle: Handle, cpu_class: CpuClass) -> tuple[str, ...]:
+        """Remember it; there are no CPUs to share."""
+        self.sandboxes[handle.sandbox].cpu_class = cpu_class
+        return ("fake: no CPU is shared",) if cpu_class != "standard" else ()
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
         raise Unsupported("the fake backend keeps no checkpoints", reason="fake")

@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from libdsec.errors import Internal
-from libdsec.model import DSecContainerRunArgs
+from libdsec.model import CpuClass, DSecContainerRunArgs
 
 SCHEMA_VERSION = 1
 CHECKPOINT_BYTES = 4 << 20  # of WAL, before it is moved into the database
@@ -32,6 +32,7 @@ GROUP_S = 0.001  # between commits under load
 POST_S = 0.02  # how long a row that nobody waits for may stay in memory
 RESTART_BYTES = 64 << 20  # of WAL, before writers are held up to start it afresh
 RowState = Literal["intent", "running", "ended"]
+PausedBy = Literal["", "caller", "idle"]  # nobody, a request, the daemon
 _UPSERT = (
     "INSERT INTO sandboxes (id, key, state, body) VALUES (?, ?, ?, ?) "
     "ON CONFLICT (id) DO UPDATE SET state = excluded.state, body = excluded.body"
@@ -60,6 +61,8 @@ class Row(msgspec.Struct, kw_only=True):
     notes: list[str] = []
     policy: bytes = b""
     claimed: bool = False
+    cpu_class: CpuClass | None = None  # when it was changed
+    paused_by: PausedBy = ""
 
 
 class Journal:

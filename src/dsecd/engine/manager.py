@@ -21,7 +21,7 @@ from dsecd.engine.admission import Admission, Host
 from dsecd.engine.events import Bus
 from dsecd.engine.grants import granted, spent
 from dsecd.engine.journal import Journal
-from dsecd.engine.lifecycle import FINAL
+from dsecd.engine.lifecycle import ALIVE, FINAL
 from dsecd.engine.policies import Policies
 from dsecd.engine.request import check_key, check_offered, compile_spec
 from dsecd.engine.sandbox import Sandbox
@@ -184,6 +184,9 @@ class Manager:
         self._step("intent")
         instance = await self.backend.create(handle, sandbox.spec)
         self._install(sandbox, instance)
+        if sandbox.cpu_class != "standard":
+            cpu_class = sandbox.cpu_class
+            sandbox.cpu_notes = await self.backend.set_cpu_class(instance.handle, cpu_class)
         if instance.steps_us:
             log.event(logger, logging.DEBUG, "steps", **instance.steps_us)
         self._step("created")
@@ -259,13 +262,13 @@ class Manager:
 
     def abandon(self, sandbox: Sandbox, grace_s: float) -> None:
         """Nobody got the answer to this create: end it unless its key is asked again in time."""
-        if sandbox.waiters or sandbox.claims or sandbox.state not in ("creating", "running"):
+        if sandbox.waiters or sandbox.claims or not sandbox.wanted:
             return
         if grace_s <= 0:
             self.begin_stop(sandbox, "the caller gave the create up")
             return
         sandbox.claim_deadline = asyncio.get_running_loop().time() + grace_s
-        if sandbox.state == "running":
+        if sandbox.state in ALIVE:
             self.journal.post(sandbox.row("running", claimed=False))
         self.rearm(sandbox)
 
@@ -283,13 +286,17 @@ class Manager:
         return sandbox
 
     def enter(self, name: str) -> Sandbox:
-        """Begin a call into a sandbox; `leave` ends it. Raises `NotFound`, `WrongState`."""
+        """Begin a call into a sandbox; `leave` ends it. Raises `NotFound`, `WrongState`.
+
+        It may be paused: see `pausing.wake`.
+        """
         sandbox = self.live.get(name)
-        if sandbox is None or sandbox.state != "running":
+        if sandbox is None or sandbox.state not in ALIVE:
             sandbox = self.get(name)
             why = f": {sandbox.reason}" if sandbox.reason else ""
             raise WrongState(f"sandbox {name} is {sandbox.state}{why}", state=sandbox.state)
         sandbox.calls += 1
+        sandbox.entered += 1
         if sandbox.claim_deadline is not None:  # its answer arrived after all
             sandbox.claim_deadline = None
             sandbox.claims += 1
@@ -300,12 +307,12 @@ class Manager:
         sandbox.calls -= 1
         if sandbox.calls == 0:
             sandbox.idle_since = asyncio.get_running_loop().time()
-            if sandbox.idle_s is not None and sandbox.state == "running":
+            if sandbox.idle_s is not None and sandbox.state in ALIVE:
                 self._timer.watch(sandbox.id, sandbox.idle_since + sandbox.idle_s)
 
     def set_timeout(self, sandbox: Sandbox, idle_s: float | None) -> None:
         """Give a new idle timeout, counted from now."""
-        if sandbox.state != "running":
+        if sandbox.state not in ALIVE:
             raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}", state=sandbox.state)
         sandbox.idle_s = idle_s
         sandbox.idle_since = asyncio.get_running_loop().time()
@@ -324,7 +331,7 @@ class Manager:
 
     def begin_stop(self, sandbox: Sandbox, reason: str) -> None:
         """Start ending a sandbox; nothing happens to one that ends already."""
-        if sandbox.state not in ("creating", "running"):
+        if not sandbox.wanted:
             return
         building = sandbox.state == "creating"
         sandbox.move("stop")
@@ -442,7 +449,7 @@ class Manager:
     def _look(self, name: str) -> float | None:
         """The timer asks: end the sandbox if its time has come, else say when to ask again."""
         sandbox = self.live.get(name)
-        if sandbox is None or sandbox.state not in ("creating", "running"):
+        if sandbox is None or not sandbox.wanted:
             return None
         deadline = sandbox.deadline()
         if deadline is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dsecd.backends.abc import Handle
+from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account
 from dsecd.engine.sandbox import Sandbox
@@ -36,7 +37,7 @@ async def _replace(manager: Manager, sandbox: Sandbox, handle: Handle, account: 
         await manager.backend.update_network(handle, account.compiled.net, journal)
     except BaseException:
         sandbox.account = former
-        if sandbox.state == "running":
+        if sandbox.state in ALIVE:
             manager.journal.post(sandbox.row("running"))
         raise
     sandbox.account = account

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from dsecd import log
 from dsecd.config import Reclaim
+from dsecd.engine import pausing
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.host.pressure import Trigger
@@ -34,11 +35,12 @@ class Reclaimer:
 
     def __init__(self, manager: Manager, config: Reclaim) -> None:
         self._manager, self._config = manager, config
+        able = manager.backend.capabilities
         self._policy = Policy(
             target=config.target_percent / 100,
             when="always" if config.when == "always" else "pressure",
             trim_after_s=config.trim_after_s,
-            pause_after_s=0.0,  # nothing here pauses
+            pause_after_s=config.pause_after_s if able.pause else 0.0,
             rest_s=config.rest_s,
         )
         self._history = History()
@@ -151,6 +153,7 @@ class Reclaimer:
             id=sandbox.id,
             memory_bytes=warmth.memory_bytes,
             idle_s=now - sandbox.idle_since,
+            cpu_class=sandbox.cpu_class,
             in_use=busy,
             stall_percent=warmth.memory_stalled,
             past=self._history.past(sandbox.id, now),
@@ -170,7 +173,12 @@ class Reclaimer:
         before = manager.backend.warmth(sandbox.handle).memory_bytes
         why, freed = decision.reason, 0
         try:
-            freed = await manager.backend.trim(sandbox.handle, decision.memory_bytes)
+            if decision.action == "pause":
+                # of one that stands still all may go: it is not looked at again until it runs
+                paused = await pausing.pause(manager, sandbox.id, by="idle")
+                freed = max(0, before - paused.memory_bytes)
+            else:
+                freed = await manager.backend.trim(sandbox.handle, decision.memory_bytes)
         except DSecError as error:
             why = f"{why}; {error.message}"
         now = asyncio.get_running_loop().time()

@@ -22,11 +22,12 @@ import msgspec
 from dsecd import log
 from dsecd.backends.abc import HANDLE_VERSION, Handle
 from dsecd.engine.journal import Row
+from dsecd.engine.lifecycle import FINAL
 from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account
 from dsecd.engine.request import compile_spec
 from dsecd.engine.sandbox import Sandbox
-from libdsec.errors import InvalidArgument
+from libdsec.errors import DSecError, InvalidArgument
 from libdsec.model import State
 
 T = TypeVar("T")
@@ -122,7 +123,9 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     sandbox = _sandbox(manager, row, account)
     sandbox.handle, sandbox.channel = instance.handle, instance.channel
     sandbox.address, sandbox.address6 = row.address, row.address6
-    sandbox.state = "running"
+    sandbox.state = "paused" if instance.paused else "running"
+    sandbox.paused_by = row.paused_by if instance.paused else ""
+    sandbox.cpu_class = row.cpu_class or row.args.cpu_class
     _settle(sandbox)
     manager.adopt(sandbox)
     now = asyncio.get_running_loop().time()
@@ -130,10 +133,24 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     sandbox.started, sandbox.idle_s = born, row.idle_s
     manager.start_clocks(sandbox, born)
     sandbox.oom_kills = manager.backend.oom_kills(instance.handle)
+    if row.paused_by and not instance.paused:  # it was resumed last, and that was not written yet
+        manager.journal.post(sandbox.row("running", claimed=row.claimed))
+    if row.cpu_class is not None or sandbox.cpu_class != "standard":
+        await _set_cpu_class(manager, sandbox)
     if not row.claimed:
         manager.abandon(sandbox, manager.config.limits.unclaimed_grace_s)
     manager.events.emit(row.id, "readopted")
     return True
+
+
+async def _set_cpu_class(manager: Manager, sandbox: Sandbox) -> None:
+    """Again: the last daemon may have ended before it came to it."""
+    assert sandbox.handle is not None
+    try:
+        handle, cpu_class = sandbox.handle, sandbox.cpu_class
+        sandbox.cpu_notes = await manager.backend.set_cpu_class(handle, cpu_class)
+    except DSecError as error:
+        sandbox.cpu_notes = (error.message,)
 
 
 def _remember(manager: Manager, row: Row) -> None:
@@ -170,7 +187,7 @@ async def _account(manager: Manager, row: Row) -> Account | None:
 def _settle(sandbox: Sandbox) -> None:
     """Nobody waits for the create of a recovered sandbox; ended ones hold nothing."""
     sandbox.ready.set_result(None)
-    if sandbox.state != "running":
+    if sandbox.state in FINAL:
         sandbox.gone.set_result(None)
 
 

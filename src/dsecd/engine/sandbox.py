@@ -10,13 +10,13 @@ import msgspec
 from dsecd.backends.abc import Channel, Handle
 from dsecd.backends.spec import Spec
 from dsecd.engine.grants import hidden
-from dsecd.engine.journal import Row, RowState
-from dsecd.engine.lifecycle import FINAL, Action, after
+from dsecd.engine.journal import PausedBy, Row, RowState
+from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
 from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
 from dsecd.secrets.secret import digest
 from libdsec.errors import DSecError
-from libdsec.model import DSecContainerRunArgs, SandboxInfo, State
+from libdsec.model import CpuClass, DSecContainerRunArgs, SandboxInfo, State
 from libdsec.model_layers import ImportStage
 
 COMMANDS_NOTED = 4096  # per sandbox
@@ -27,10 +27,10 @@ class Sandbox:
 
     __slots__ = (
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
-        "claims", "commands", "created_at", "ended_at", "error", "gone", "handle", "id", "idle_s",
-        "idle_since", "key", "lifetime_end", "node", "notes", "oom_kills", "own", "owner", "pull",
-        "ready", "reason", "report", "saving", "sealed", "spec", "started", "state", "task",
-        "waiters",
+        "claims", "commands", "cpu_class", "cpu_notes", "created_at", "ended_at", "entered",
+        "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "lifetime_end", "node",
+        "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason", "report",
+        "saving", "sealed", "spec", "started", "state", "task", "waiters", "waking",
     )  # fmt: skip
 
     def __init__(
@@ -51,7 +51,12 @@ class Sandbox:
         self.address, self.address6 = "", ""
         self.notes: list[str] = []  # those of the backend
         self.account: Account | None = None  # of its policy
+        self.cpu_class: CpuClass = args.cpu_class
+        self.cpu_notes: tuple[str, ...] = ()  # what of it the host does not give
+        self.paused_by: PausedBy = ""
+        self.waking: asyncio.Task[None] | None = None  # resuming it, the last time
         self.calls = 0  # open calls from outside
+        self.entered = 0  # calls ever
         self.idle_since = now
         self.idle_s: float | None = None
         self.lifetime_end: float | None = None
@@ -67,7 +72,18 @@ class Sandbox:
         self.task: asyncio.Task[None] | None = None  # building or freeing
         self.pull: asyncio.Future[None] | None = None  # its wait for a registry's image
         self.report: Report = unreported  # told how far that is, by whoever waits for the create
-        self.saving: asyncio.Lock | None = None  # one checkpoint, rollback or pack at a time
+        self.saving: asyncio.Lock | None = None  # see `lock`
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it has neither ended nor is being ended."""
+        return self.state == "creating" or self.state in ALIVE
+
+    def lock(self) -> asyncio.Lock:
+        """One checkpoint, rollback, pack, pause or resumption at a time."""
+        if self.saving is None:
+            self.saving = asyncio.Lock()
+        return self.saving
 
     def asked(self, args: DSecContainerRunArgs) -> bool:
         """Return whether this sandbox was asked for with `args`."""
@@ -111,7 +127,7 @@ class Sandbox:
         ends: list[tuple[float, str]] = []
         if self.lifetime_end is not None:
             ends.append((self.lifetime_end, "maximum lifetime reached"))
-        if self.idle_s is not None and self.calls == 0:
+        if self.idle_s is not None and self.calls == 0 and self.paused_by != "caller":
             ends.append((self.idle_since + self.idle_s, "idle timeout (ttl_running_stop) reached"))
         if self.claim_deadline is not None:
             ends.append((self.claim_deadline, "nobody received the answer to its create"))
@@ -139,11 +155,13 @@ class Sandbox:
             notes=self.notes,
             policy=b"" if account is None else account.packed,
             claimed=claimed and not self.own,
+            cpu_class=self.cpu_class if self.cpu_class != self.args.cpu_class else None,
+            paused_by=self.paused_by,
         )
 
     def info(self, with_args: bool = False) -> SandboxInfo:
         """Return what a caller may know."""
-        end = self.deadline() if self.state == "running" else None
+        end = self.deadline() if self.state in ALIVE else None
         now = asyncio.get_running_loop().time()
         return SandboxInfo(
             id=self.id,
@@ -158,13 +176,17 @@ class Sandbox:
             address=self.address,
             address6=self.address6,
             labels=self.args.labels,
-            notes=self.notes if self.account is None else [*self.notes, *self.account.notes],
+            notes=[*self.notes, *self.cpu_notes, *(self.account.notes if self.account else ())],
+            cpu_class=self.cpu_class,
             args=self._present_args() if with_args else None,
         )
 
     def _present_args(self) -> DSecContainerRunArgs:
         """Return what another sandbox like this one is made of: a branch has its policy of now."""
+        args = self.args
+        if self.cpu_class != args.cpu_class:
+            args = msgspec.structs.replace(args, cpu_class=self.cpu_class)
         if self.account is None or not self.account.source.updated:
-            return self.args
+            return args
         policy = msgspec.to_builtins(self.account.source.policy)
-        return msgspec.structs.replace(self.args, policy=policy, network_rules=None, network="nat")
+        return msgspec.structs.replace(args, policy=policy, network_rules=None, network="nat")

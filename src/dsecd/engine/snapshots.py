@@ -5,13 +5,14 @@ One of these at a time per sandbox: each stands on what the one before it left.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 from dsecd import log
 from dsecd.backends.abc import Handle
+from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
+from dsecd.engine.pausing import thaw
 from dsecd.engine.sandbox import Sandbox
 from libdsec.errors import WrongState
 from libdsec.model import Checkpoint, PackArgs, Packed
@@ -55,18 +56,17 @@ async def delete_checkpoint(manager: Manager, name: str, checkpoint_id: str) -> 
 async def save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
     """Journal a sandbox with its handle as it is now."""
     sandbox.handle = handle
-    if sandbox.state == "running":
+    if sandbox.state in ALIVE:
         await manager.journal.write(sandbox.row("running"))
 
 
 @contextlib.asynccontextmanager
 async def exclusive(manager: Manager, name: str) -> AsyncIterator[tuple[Sandbox, Handle]]:
-    """Enter a sandbox that runs, one at a time. Raises `NotFound`, `WrongState`."""
+    """Enter a sandbox, one at a time; a paused one goes on. Raises `NotFound`, `WrongState`."""
     sandbox = manager.enter(name)
     try:
-        if sandbox.saving is None:
-            sandbox.saving = asyncio.Lock()
-        async with sandbox.saving:
+        async with sandbox.lock():
+            await thaw(manager, sandbox)
             if sandbox.handle is None or sandbox.state != "running":
                 raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
             with log.about(sandbox.id):

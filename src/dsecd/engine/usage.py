@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from libdsec.errors import WrongState
 from libdsec.model import Metrics
@@ -12,7 +13,7 @@ from libdsec.model import Metrics
 async def metrics(manager: Manager, name: str) -> Metrics:
     """Return what a live sandbox uses and may use. Raises `NotFound`, `WrongState`."""
     sandbox = manager.get(name)
-    if sandbox.state != "running" or sandbox.handle is None:
+    if sandbox.state not in ALIVE or sandbox.handle is None:
         raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
     usage, spec = await manager.backend.usage(sandbox.handle), sandbox.spec
     return Metrics(

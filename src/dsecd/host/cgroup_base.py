@@ -85,6 +85,10 @@ class TreeDriver(Driver):
         """Let them go on. Raises `DSecError`."""
         await self.tree.thaw(path, timeout_s)
 
+    def frozen(self, path: str) -> bool:
+        """Return whether all processes in `path` are stopped. Raises `OSError`."""
+        return fields(self.files.read(f"{path}/cgroup.events")).get("frozen") == 1
+
     async def remove(self, path: str, timeout_s: float = 5.0) -> None:
         """Remove `path` and all below it. Raises `Internal` naming processes that stayed."""
         await self.tree.remove(path, timeout_s)

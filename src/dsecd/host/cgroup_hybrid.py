@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dsecd.host import pageout, procfs
+from dsecd.host import cgroup_cpu, pageout, procfs
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_model import (
     INIT_PIDS,
@@ -24,6 +24,7 @@ from dsecd.host.cgroup_slots import SlotPool
 from dsecd.host.kernelfs import KernelFiles, fields
 from dsecd.host.plan import FileWrite
 from libdsec.errors import Internal
+from libdsec.model import CpuClass
 
 NEEDED = ("cpu", "memory", "pids")
 
@@ -94,9 +95,13 @@ class HybridDriver(TreeDriver):
         cache = max(0, stat.get("cache", 0) - shmem)
         own = max(0, cache + self.slots.kernel_bytes(slot) - slot.residue_bytes)
         pids = int(self.files.read(f"{slot.directories['pids']}/pids.current"))
+        mapped = stat.get("rss", 0) + shmem
+        # from a disk what is paged out stays in memory, too, mapped by nobody and counted as
+        # neither, until the kernel wants the pages: it then drops them without any writing
+        listed = stat.get("active_anon", 0) + stat.get("inactive_anon", 0)
         return Usage(
-            memory_bytes=stat.get("rss", 0) + shmem + own,
-            swapped_bytes=stat.get("swap", 0),
+            memory_bytes=mapped + own,
+            swapped_bytes=stat.get("swap", 0) + max(0, listed - mapped),
             cache_bytes=min(cache, own),
             cpu_usage_s=cpu_usage_s,
             pids=max(0, pids - INIT_PIDS),
@@ -110,6 +115,15 @@ class HybridDriver(TreeDriver):
             if left <= 0:
                 break
             left -= pageout.pageout(pid, left)
+
+    def set_cpu_class(
+        self, cgroup: SandboxCgroup, slot: Slot | None, cpu_class: CpuClass
+    ) -> tuple[str, ...]:
+        if slot is None:
+            raise Internal("on a hybrid host the CPU class belongs to a slot")
+        slot.classed = True  # the next life begins as any other
+        group = slot.directories["cpu"]
+        return cgroup_cpu.set_class(self.files, group, cgroup_cpu.V1, cpu_class)
 
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:
         return self._kills(slot) if slot is not None else 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dsecd.host.plan import FileWrite
+from libdsec.model import CpuClass
 
 INIT_PIDS = 1  # dsec-init lives in the same set as the commands; the user gets the whole limit
 CPU_PERIOD_US = 100_000
@@ -46,6 +47,7 @@ class Slot:
     directories: dict[str, str]  # controller → path
     residue_bytes: int = 0
     oom_kills: int = 0
+    classed: bool = field(default=False, compare=False)  # a life of it may have had a CPU class
     waits: int = field(default=0, compare=False)  # looks that found it still in use
 
     @cached_property
@@ -111,6 +113,12 @@ class Driver(ABC):
     @abstractmethod
     def trim(self, cgroup: SandboxCgroup, want_bytes: int) -> None:
         """Page out about `want_bytes` of a sandbox, running or frozen. Blocks; raises `OSError`."""
+
+    @abstractmethod
+    def set_cpu_class(
+        self, cgroup: SandboxCgroup, slot: Slot | None, cpu_class: CpuClass
+    ) -> tuple[str, ...]:
+        """Say how a sandbox competes for CPUs; returns what the kernel lacks. Raises `OSError`."""
 
     @abstractmethod
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:

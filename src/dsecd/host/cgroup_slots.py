@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from dsecd.host import cgroup_cpu
 from dsecd.host.cgroup_model import Slot
 from dsecd.host.kernelfs import KernelFiles, fields
 from dsecd.host.plan import FileWrite
@@ -83,6 +84,7 @@ class SlotPool:
         self.prepare()
         for name in self._listed():
             slot = self._slot(name)
+            slot.classed = True  # for all we know
             self._complete(slot)
             if self._pids(slot):
                 self._unclaimed[name] = slot
@@ -255,7 +257,11 @@ class SlotPool:
         charged is residue, so one counter is the whole baseline.
         """
         memory = slot.directories["memory"]
-        self._files.write(f"{slot.directories['cpu']}/cpu.cfs_quota_us", "-1")
+        cpu = slot.directories["cpu"]
+        if slot.classed:
+            cgroup_cpu.set_class(self._files, cpu, cgroup_cpu.V1, "standard")
+            slot.classed = False
+        self._files.write(f"{cpu}/cpu.cfs_quota_us", "-1")
         usage = self._usage(memory)
         if usage > self._trim_bytes:
             await asyncio.to_thread(self._trim, memory)

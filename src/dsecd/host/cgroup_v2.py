@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from contextlib import suppress
 
+from dsecd.host import cgroup_cpu
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_model import (
     CPU_PERIOD_US,
@@ -20,6 +21,7 @@ from dsecd.host.cgroup_oom import EventsHub, EventsWatch
 from dsecd.host.kernelfs import KernelFiles, fields
 from dsecd.host.plan import FileWrite
 from libdsec.errors import Internal
+from libdsec.model import CpuClass
 
 NEEDED = ("cpu", "memory", "pids")
 
@@ -115,6 +117,11 @@ class UnifiedDriver(TreeDriver):
         finally:
             if self._swap:
                 self.files.write(f"{path}/memory.swap.max", "0")
+
+    def set_cpu_class(
+        self, cgroup: SandboxCgroup, slot: Slot | None, cpu_class: CpuClass
+    ) -> tuple[str, ...]:
+        return cgroup_cpu.set_class(self.files, cgroup.path, cgroup_cpu.V2, cpu_class)
 
     def oom_kills(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> int:
         with suppress(OSError):

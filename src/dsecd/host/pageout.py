@@ -13,13 +13,19 @@ from pathlib import Path
 
 from dsecd.host import syscalls
 
-_PAGEOUT = 21  # MADV_PAGEOUT
+_WILLNEED, _PAGEOUT = 3, 21  # MADV_*
 _STEP_BYTES = 8 << 20  # how far one call goes, so that little more than wanted is taken
+_PREFETCH_BYTES = 64 << 20  # of mappings: more would take longer than the faults it saves
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (....) \S+ \S+ (\d+)\s*(.*)")
 
 
 def mappings(text: str) -> list[tuple[int, int]]:
     """Return start and end of each private mapping of a maps file, anonymous ones first."""
+    anonymous, files = _private(text)
+    return anonymous + files
+
+
+def _private(text: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     anonymous: list[tuple[int, int]] = []
     files: list[tuple[int, int]] = []
     for line in text.splitlines():
@@ -28,7 +34,7 @@ def mappings(text: str) -> list[tuple[int, int]]:
             continue
         place = anonymous if found[4] == "0" else files
         place.append((int(found[1], 16), int(found[2], 16)))
-    return anonymous + files
+    return anonymous, files
 
 
 def resident_bytes(pid: int) -> int:
@@ -49,7 +55,7 @@ def pageout(pid: int, want_bytes: int) -> int:
         before = resident_bytes(pid)
         for start, end in mappings(Path(f"/proc/{pid}/maps").read_text()):
             for at in range(start, end, _STEP_BYTES):
-                _advise(pidfd, at, min(_STEP_BYTES, end - at))
+                _advise(pidfd, at, min(_STEP_BYTES, end - at), _PAGEOUT)
                 if before - resident_bytes(pid) >= want_bytes:
                     return before - resident_bytes(pid)
         return max(0, before - resident_bytes(pid))
@@ -59,9 +65,29 @@ def pageout(pid: int, want_bytes: int) -> int:
         os.close(pidfd)
 
 
-def _advise(pidfd: int, start: int, size: int) -> None:
+def prefetch(pids: tuple[int, ...]) -> None:
+    """Begin to read back what of the anonymous memory of `pids` is in swap."""
+    left = _PREFETCH_BYTES
+    for pid in pids:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            continue  # it ended
+        try:
+            for start, end in _private(Path(f"/proc/{pid}/maps").read_text())[0]:
+                if left <= 0:
+                    return
+                _advise(pidfd, start, min(end - start, left), _WILLNEED)
+                left -= end - start
+        except OSError:
+            continue
+        finally:
+            os.close(pidfd)
+
+
+def _advise(pidfd: int, start: int, size: int, advice: int) -> None:
     try:
-        syscalls.call("process_madvise", pidfd, struct.pack("=QQ", start, size), 1, _PAGEOUT, 0)
+        syscalls.call("process_madvise", pidfd, struct.pack("=QQ", start, size), 1, advice, 0)
     except (OSError, ValueError):
         return  # locked, of a device, or unmapped meanwhile
 

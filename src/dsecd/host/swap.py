@@ -100,6 +100,10 @@ class Swap:
         self.remark = "not looked for yet"
         self.path = ""  # of ours, "" while there is none
 
+    def slow(self) -> bool:
+        """Whether any of the host's swap has to be waited for; zram only costs CPU time."""
+        return any(not zram.is_device(path) for path in active(self._files))
+
     def start(self) -> None:
         """Take over ours, or make it. Raises `Unsupported` only for what was asked for by name."""
         record = self._load()

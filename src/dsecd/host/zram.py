@@ -29,6 +29,10 @@ def device(number: int) -> str:
     return f"/dev/zram{number}"
 
 
+def is_device(path: str) -> bool:
+    return path.startswith("/dev/zram")
+
+
 def add(files: KernelFiles) -> int:
     """Make a device; return its number. Raises `Unsupported`, `OSError`."""
     if reason := missing(files):

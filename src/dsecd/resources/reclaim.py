@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-CpuClass = Literal["latency_sensitive", "standard", "best_effort"]
+from libdsec.model import CpuClass
+
 FLOOR_BYTES = 4 << 20  # what an idle sandbox keeps: its init, kernel memory, hot pages
 MIN_GAIN_BYTES = 1 << 20  # less is not worth the faults
 STALLED_PERCENT = 10.0  # a sandbox that waits for memory this much is short of it

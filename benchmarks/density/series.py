@@ -1,0 +1,5 @@
+"""The names of the series of `dsec-bench density`, which the picture finds again."""
+
+IDLE = "answers of idle sandboxes"
+PAUSED = "paused Pythons"
+BESIDE = "20 ms of work beside a load"
