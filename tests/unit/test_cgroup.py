@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,9 @@ V2_CONTROLLED = {
 }  # fmt: skip
 V1_FILES = {
     "memory": {
-        "cgroup.procs": "", "memory.limit_in_bytes": "-1\n", "memory.usage_in_bytes": "0\n",
-        "memory.max_usage_in_bytes": "0\n", "memory.kmem.usage_in_bytes": "0\n",
+        "cgroup.procs": "", "memory.limit_in_bytes": "-1\n", "memory.memsw.limit_in_bytes": "-1\n",
+        "memory.usage_in_bytes": "0\n", "memory.max_usage_in_bytes": "0\n",
+        "memory.kmem.usage_in_bytes": "0\n",
         "memory.stat": "cache 0\nrss 0\nshmem 0\n", "memory.force_empty": "",
         "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
     },
@@ -88,10 +90,20 @@ class TwinFiles(KernelFiles):
     def write(self, path: str, value: str) -> None:
         if code := self.fail.get(Path(path).name):
             raise OSError(code, os.strerror(code), path)
+        if path.endswith("limit_in_bytes"):
+            self._check_limits(Path(path), value)
         self.writes.append((str(Path(path).relative_to(self.root)), value))
         Path(path).write_text(value)
         if path.endswith("cgroup.freeze"):
             Path(path).with_name("cgroup.events").write_text(f"populated 1\nfrozen {value}\n")
+
+    def _check_limits(self, path: Path, value: str) -> None:
+        """Refuse a limit of memory above that of memory and swap (mem_cgroup_resize_max)."""
+        names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
+        now = {name: path.with_name(name).read_text() for name in names} | {path.name: value}
+        memory, both = (float(now[name]) if int(now[name]) >= 0 else math.inf for name in names)
+        if memory > both:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
 
     def chown(self, path: str, uid: int) -> None:
         self.owners[path] = uid
@@ -356,6 +368,22 @@ async def test_pool_fills_hands_out_once_and_recycles(hybrid: TwinFiles) -> None
     await driver.close()
     assert not (hybrid.root / "memory/dsec-test").exists()
     assert not (hybrid.root / "cpu/dsec-test").exists()
+
+
+async def test_fault_swap_that_came_later_was_not_limited(hybrid: TwinFiles) -> None:
+    driver = detected(hybrid, slots=0)
+    assert isinstance(driver, HybridDriver)
+    driver.start()
+    for mib in (256, 64, 128):  # lives of one slot
+        slot = driver.slots.acquire()
+        for write in driver.limits(slot, mib << 20, 1.0, 10):
+            hybrid.write(write.path, write.value)
+        both = Path(slot.directories["memory"], "memory.memsw.limit_in_bytes")
+        assert both.read_text() == str(mib << 20)
+        Path(slot.directories["memory"], "memory.usage_in_bytes").write_text(str(1 << 30))
+        driver.slots.release(slot)
+        await until(lambda: driver.slots.ready == 1)
+    await driver.close()
 
 
 async def test_too_much_page_cache_is_trimmed(hybrid: TwinFiles) -> None:

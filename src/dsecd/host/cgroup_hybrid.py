@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from dsecd.host import cgroup_cpu, pageout, procfs
+from dsecd.host import cgroup_cpu, pageout
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_model import (
     INIT_PIDS,
@@ -20,7 +20,7 @@ from dsecd.host.cgroup_model import (
     cpu_quota_us,
 )
 from dsecd.host.cgroup_oom import EventfdWatch
-from dsecd.host.cgroup_slots import SlotPool
+from dsecd.host.cgroup_slots import MEMORY_AND_SWAP, SlotPool
 from dsecd.host.kernelfs import KernelFiles, fields
 from dsecd.host.plan import FileWrite
 from libdsec.errors import Internal
@@ -42,7 +42,6 @@ class HybridDriver(TreeDriver):
         super().__init__(files, f"{v2}/{name}", name)
         self.slots = SlotPool(files, {c: f"{v1[c]}/{name}" for c in NEEDED}, slots)
         self.controllers = frozenset(NEEDED)
-        self._swap = procfs.swap_active()
 
     def prepare(self) -> None:
         self.tree.prepare()
@@ -70,10 +69,9 @@ class HybridDriver(TreeDriver):
             FileWrite(f"{cpu}/cpu.cfs_quota_us", str(cpu_quota_us(cpu_cores))),
             FileWrite(f"{target.directories['pids']}/pids.max", str(pids + INIT_PIDS)),
         ]
-        if self._swap:
+        if self.slots.counts_swap:
             # memory plus swap, so this leaves no swap: with it a sandbox would thrash, not OOM
-            name = f"{memory}/memory.memsw.limit_in_bytes"
-            writes.insert(1, FileWrite(name, str(memory_bytes)))
+            writes.insert(1, FileWrite(f"{memory}/{MEMORY_AND_SWAP}", str(memory_bytes)))
         return tuple(writes)
 
     def usage(self, cgroup: SandboxCgroup, slot: Slot | None = None) -> Usage:

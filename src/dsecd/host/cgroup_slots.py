@@ -18,6 +18,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from dsecd.host import cgroup_cpu
 from dsecd.host.cgroup_model import Slot
@@ -31,6 +32,8 @@ _LOOKS_PER_TURN = 64
 _FAST_S, _SLOW_S = 0.01, 1.0  # between looks at slots that drain
 _FAST_LOOKS = 50  # processes killed with their sandbox leave within milliseconds
 _log = logging.getLogger(__name__)
+# never below memory.limit_in_bytes, says the kernel: lowered after it, and lifted before it
+MEMORY_AND_SWAP = "memory.memsw.limit_in_bytes"
 
 
 class SlotPool:
@@ -44,6 +47,9 @@ class SlotPool:
         self._parents = parents
         self._size = size
         self._trim_bytes = trim_bytes
+        # whether or not there is swap now: it may come while sandboxes live
+        root = Path(parents["memory"]).parent
+        self.counts_swap = files.exists(f"{root}/{MEMORY_AND_SWAP}")
         self._ready: deque[Slot] = deque()
         self._held: dict[str, Slot] = {}
         self._draining: deque[Slot] = deque()
@@ -252,9 +258,9 @@ class SlotPool:
     async def _recycle(self, slot: Slot) -> None:
         """Reclaim what is too much, take the baseline, make it ready.
 
-        Limits stay until the next life sets its own; only the CPU quota is lifted, because the
-        spawner that waits in the slot would be throttled by it. With no process left all that is
-        charged is residue, so one counter is the whole baseline.
+        Limits stay until the next life sets its own, but for the CPU quota, because the spawner
+        that waits in the slot would be throttled by it, and for that of memory with swap. With no
+        process left all that is charged is residue, so one counter is the whole baseline.
         """
         memory = slot.directories["memory"]
         cpu = slot.directories["cpu"]
@@ -262,6 +268,8 @@ class SlotPool:
             cgroup_cpu.set_class(self._files, cpu, cgroup_cpu.V1, "standard")
             slot.classed = False
         self._files.write(f"{cpu}/cpu.cfs_quota_us", "-1")
+        if self.counts_swap:
+            self._files.write(f"{memory}/{MEMORY_AND_SWAP}", "-1")
         usage = self._usage(memory)
         if usage > self._trim_bytes:
             await asyncio.to_thread(self._trim, memory)
