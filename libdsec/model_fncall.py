@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 
+from libdsec.model_policy import NetworkMode
+
 
 class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """op `fncall.run` → `FnCallResult`: one call of a function, or of a program.
 
     `container_image`, `workspace` and `toolkits` are the layers that it depends on, `imports` the
-    modules that are imported before it is made: with the limits of memory and processes they choose
-    the pool, whose workers are warm. `code` is Python text that defines the function `entry`; or
+    modules that are imported before it is made: with the limits of memory, processors, processes
+    and files, the network's policy and the name `pool` they choose the pool, whose workers are
+    warm. `code` is Python text that defines the function `entry`; or
     `entry` is ``module:function`` of the layers. It is given `input`, if that is not None, and what
     it returns must be something that JSON holds. With `argv` a program runs instead, `input` as
     JSON on its stdin.
@@ -22,6 +25,10 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     `files_limit_mb` in each of /tmp, /var/tmp and /dev/shm. `output_limit_kb` bounds value, stdout,
     stderr and each file of `outputs`; all of it together is bounded by 3 MiB. `cpu_limit_s`
     counts each process for itself.
+
+    `network`, `network_rules`, `policy` and `strict` are those of `DSecContainerRunArgs`; without
+    them a call has no socket but unix ones. With `key` the same call is made once, however often it
+    is asked for: a repeat gets the result of the first, for ten minutes.
     """
 
     container_image: str
@@ -38,9 +45,16 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     timeout_s: float = 60.0
     cpu_limit_s: float = 60.0
     memory_limit_mb: int = 512
+    cpu_cores_limit: float = 1.0
     files_limit_mb: int = 64
     output_limit_kb: int = 256
     pids_limit: int = 128
+    network: NetworkMode = "none"
+    network_rules: dict[str, bool] | None = None
+    policy: str | dict[str, Any] | None = None
+    strict: bool = False
+    pool: str = ""
+    key: str | None = None
 
 
 class FnCallResult(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -14,31 +14,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import msgspec
 
 from dsecd import log
 from dsecd.config import FnCall
-from dsecd.engine.fncall_worker import Lost, Worker
+from dsecd.engine.fncall_calls import asked_of, check, environment_of, result_of
+from dsecd.engine.fncall_worker import Environment, Lost, Worker
 from dsecd.engine.manager import Manager
-from libdsec.errors import DSecError, Exhausted, InvalidArgument, Unavailable
-from libdsec.model import DSecContainerRunArgs, DSecFnCallArgs, FnCallResult
+from libdsec.errors import DSecError, Exhausted, Unavailable
+from libdsec.model import DSecFnCallArgs, FnCallResult
 
 logger = logging.getLogger("dsecd.fncall")
-LABEL = "dsec.fncall"  # on each worker
-_LIMIT = 3 << 20  # bytes of an answer's parts: it travels in one frame of the wire
 _SWEEP_S = 1.0
 
 
 class _Pool:
-    """The workers of one owner and environment."""
+    """The workers of one environment."""
 
-    def __init__(self, owner: str, args: DSecContainerRunArgs, imports: list[str]) -> None:
-        self.owner, self.args, self.imports = owner, args, imports
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
         self.idle: list[Worker] = []
         self.workers = 0  # idle, at work, and being made
         self.starting = 0
@@ -56,8 +54,8 @@ class Pools:
     def __init__(self, manager: Manager, config: FnCall) -> None:
         self._manager, self._config = manager, config
         self._pools: dict[bytes, _Pool] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._sweeper: asyncio.Task[Any] | None = None
         self._closed = False
 
     def numbers(self) -> dict[str, float]:
@@ -71,63 +69,58 @@ class Pools:
         }
 
     async def run(self, owner: str, args: DSecFnCallArgs) -> FnCallResult:
-        """Make one call. Cancelling it ends the worker it runs in.
+        """Make one call. Cancelling it kills the call.
 
         Raises `InvalidArgument`, `Exhausted` when too many wait, `Unsupported` when the layers have
         no Python that starts, `Unavailable` when its worker was lost, what making a sandbox raises.
         """
-        _check(args)
+        check(args)
         began = asyncio.get_running_loop().time()
         pool = self._pool(owner, args)
         worker = await self._take(pool)
         queued = asyncio.get_running_loop().time() - began
-        try:
-            result = await self._call(worker, args)
-        except BaseException as error:
-            self._drop(pool, worker, "its call was given up or failed")
-            if isinstance(error, Lost):
-                raise Unavailable(f"{error}; the call may be made again") from error
-            raise
-        self._give_back(pool, worker)
-        result.queued_s = queued
-        return result
-
-    async def _call(self, worker: Worker, args: DSecFnCallArgs) -> FnCallResult:
-        output = args.output_limit_kb << 10
         kills = self._manager.refresh_oom(worker.sandbox)
-        head = {
-            "entry": args.entry, "argv": args.argv, "files": list(args.files),
-            "outputs": args.outputs, "env": args.env, "wall_s": args.timeout_s,
-            "cpu_s": args.cpu_limit_s, "files_bytes": args.files_limit_mb << 20,
-            "output_bytes": output, "answer_bytes": _LIMIT, "network": False,
-        }  # fmt: skip
-        given = b"" if args.input is None else msgspec.json.encode(args.input)
-        blobs = [args.code.encode(), given, *args.files.values()]
-        answer, parts, total = await worker.call(head, blobs, _LIMIT)
-        if "error" in answer:
-            raise Lost(str(answer["error"])[-2000:])
-        result = _result(answer, parts, total)
+        try:
+            answer = await worker.call(asked_of(args))
+        except (Lost, DSecError) as error:
+            self._drop(pool, worker, str(error))
+            raise Unavailable(f"{error}; the call may be made again") from error
+        except asyncio.CancelledError:
+            self._spawn(self._restore(pool, worker, dirty=False))
+            raise
+        except BaseException:
+            self._drop(pool, worker, "its call failed")
+            raise
+        self._spawn(self._restore(pool, worker, answer.dirty))
+        result = result_of(answer, queued)
         if not result.ok:
             result.oom_killed = self._manager.refresh_oom(worker.sandbox) > kills
         return result
 
+    async def _restore(self, pool: _Pool, worker: Worker, dirty: bool) -> None:
+        """The worker serves again once it is as new; else another takes its place."""
+        if dirty:
+            self._drop(pool, worker, "connections of its last call have not ended")
+            return
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await worker.restored()
+        except (Lost, DSecError, TimeoutError) as error:
+            self._drop(pool, worker, str(error) or "it was not restored in time")
+            return
+        except asyncio.CancelledError:
+            self._drop(pool, worker, "dsecd was stopped")
+            raise
+        self._give_back(pool, worker)
+
     # --- pools ----------------------------------------------------------------------------------
 
     def _pool(self, owner: str, args: DSecFnCallArgs) -> _Pool:
-        wanted = DSecContainerRunArgs(
-            container_image=args.container_image,
-            workspace=args.workspace,
-            toolkits=args.toolkits,
-            memory_limit_mb=args.memory_limit_mb,
-            pids_limit=args.pids_limit,
-            disk_limit_mb=16,
-            upper="memory",
-            labels={LABEL: "worker"},
-        )
-        key = msgspec.msgpack.encode((owner, wanted, args.imports))
+        environment = environment_of(owner, args)
+        key = msgspec.msgpack.encode(environment)
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = _Pool(owner, wanted, args.imports)
+            pool = self._pools[key] = _Pool(environment)
         return pool
 
     async def _take(self, pool: _Pool) -> Worker:
@@ -200,7 +193,7 @@ class Pools:
     async def _start(self, pool: _Pool) -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
-                worker = await Worker.start(self._manager, pool.owner, pool.args, pool.imports)
+                worker = await Worker.start(self._manager, pool.environment)
         except (DSecError, TimeoutError) as error:
             pool.starting -= 1
             pool.workers -= 1
@@ -224,8 +217,8 @@ class Pools:
                 break
         self._grow()
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name="fncall")
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, name="fncall")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -263,54 +256,3 @@ def _open(pool: _Pool) -> Iterator[asyncio.Future[Worker]]:
         place = pool.waiting.popleft()
         if not place.done():
             yield place
-
-
-def _result(answer: dict[str, Any], parts: list[bytes], total: float) -> FnCallResult:
-    started, ran = float(answer.get("started_s", 0.0)), float(answer.get("run_s", 0.0))
-    try:
-        return FnCallResult(
-            value_json=parts[0],
-            exit_code=answer.get("exit_code"),
-            signal=answer.get("signal"),
-            timed_out=bool(answer.get("timed_out")),
-            output_truncated=bool(answer.get("truncated")),
-            stdout=parts[1],
-            stderr=parts[2],
-            files=dict(zip(answer.get("files", []), parts[3:], strict=True)),
-            started_s=started,
-            run_s=ran,
-            restored_s=max(0.0, total - started - ran),
-        )
-    except (IndexError, ValueError, TypeError) as error:
-        raise Lost(f"the zygote's answer is not understood: {error}") from error
-
-
-def _require(condition: bool, field: str, message: str) -> None:
-    if not condition:
-        raise InvalidArgument(f"{field}: {message}", field=field)
-
-
-def _check(args: DSecFnCallArgs) -> None:
-    module, _, name = args.entry.rpartition(":")
-    _require(name.isidentifier(), "entry", "a function's name, or module:function")
-    _require(
-        bool(args.code) + bool(module) + bool(args.argv) == 1, "code",
-        "give exactly one of code, an entry of the form module:function, and argv",
-    )  # fmt: skip
-    for field in ("timeout_s", "cpu_limit_s"):
-        value = getattr(args, field)
-        _require(math.isfinite(value) and 0 < value <= 86400, field, "above 0, at most 86,400 s")
-    _require(1 <= args.files_limit_mb <= 1 << 20, "files_limit_mb", "1 MiB to 1 TiB")
-    _require(1 <= args.output_limit_kb <= 1024, "output_limit_kb", "1 KiB to 1 MiB")
-    _require(len(args.files) <= 1000, "files", "at most 1,000")
-    _require(len(args.outputs) <= 100, "outputs", "at most 100")
-    for field in ("files", "outputs"):
-        for path in getattr(args, field):
-            good = path and not path.startswith("/") and "\0" not in path
-            plain = ".." not in path.split("/") and not path.endswith("/")
-            _require(bool(good and plain), field, f"{path!r} is not a relative path to a file")
-    for module in args.imports:
-        parts = module.split(".")
-        _require(all(map(str.isidentifier, parts)), "imports", f"{module!r} is not a module")
-    for word in (*args.argv, *args.env, *args.env.values()):
-        _require("\0" not in word, "argv", "arguments and variables hold no NUL")

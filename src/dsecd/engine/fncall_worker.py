@@ -1,215 +1,224 @@
-"""One worker of a pool: a sandbox of the engine's own, its zygote, and the stream to that."""
+"""One worker of a pool: a sandbox of the engine's own, and the stream to its keeper of calls.
+
+What goes over the stream is laid out in src/_fastpath/init/fncall.h and fncall_call.c; both ends
+are of one build, and on one host.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import secrets
 import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from dsecd.backends.abc import Call, Channel
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.host import fncall_zygote
-from libdsec.errors import DSecError, Internal, Unavailable, Unsupported, from_wire
-from libdsec.model import CommandResult, DSecContainerRunArgs, ExecArgs, ForwardArgs
-from libdsec.wire import INITIAL_CREDIT, MAX_ITEM, pack
+from dsecd.policy.seccomp import unix_only_filter
+from libdsec.errors import DSecError, Internal, from_wire
+from libdsec.model import DSecContainerRunArgs
+from libdsec.wire import pack
 
-PORT = 47193  # of the worker's own loopback, where nothing else is
-_HEAD = 1 << 20  # bytes, of an answer's description
-_POLL_S = 0.01
+SPARE_S = 5.0  # beyond a call's own time, before its worker is held to be stuck
+_ASK = struct.Struct("=6I")
+_CALL, _KILL = 1, 2
+_READY, _READY_KIND = struct.Struct("=3xI"), 16
+_DONE, _DONE_KIND = struct.Struct("=???iIIIIIII"), 17
+_FILE = struct.Struct("=II")
+_REPORT, _REPORT_KIND = struct.Struct("=BBB224s"), 1  # `struct report` of init/child.h
+_CODES = (  # `code_names` of init/child.c
+    "invalid_argument", "not_found", "already_exists", "wrong_state", "permission_denied",
+    "unsupported", "exhausted", "internal",
+)  # fmt: skip
 _program = inspect.getsource(fncall_zygote)
-_item = msgspec.msgpack.Decoder(bytes)
-_result = msgspec.msgpack.Decoder(CommandResult)
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """What a pool is for: its workers are made alike, and serve nobody else."""
+
+    owner: str
+    name: str
+    worker: DSecContainerRunArgs
+    imports: list[str]
+    files_bytes: int
 
 
 class Lost(Exception):
     """The worker cannot be used any more, and why."""
 
 
-class _Zygote:
-    """The receiver of the command: it tells how the zygote ended."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One call, as the worker is told of it. `body` is for the call itself: see `body_of`."""
 
-    def __init__(self) -> None:
-        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def on_item(self, data: msgspec.Raw) -> None:
-        """Its output is asked for as a whole."""
-
-    def on_credit(self, n: int) -> None:
-        """It is given no stdin."""
-
-    def on_reply(self, result: msgspec.Raw) -> None:
-        try:
-            end = _result.decode(result)
-            text = end.stderr.decode(errors="replace").strip()
-            self._end(text[-2000:] or f"it ended: exit {end.exit_code}, signal {end.signal}")
-        except msgspec.DecodeError as error:
-            self._end(str(error))
-
-    def on_failure(self, error: dict[str, object]) -> None:
-        self._end(str(error.get("message")))
-
-    def _end(self, why: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(why)
+    body: bytes
+    paths: list[str]
+    wall_s: float
+    output_bytes: int
+    answer_bytes: int
 
 
-class _Stream:
-    """A duplex byte stream to a port of the sandbox's loopback, read by one caller at a time."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How it ended: `status` as wait(2) has it, times in seconds each since the one before."""
 
-    def __init__(self, channel: Channel, port: int) -> None:
-        self._credit, self._unread = INITIAL_CREDIT, bytearray()
-        self._failure: DSecError | None = None
-        self._change = asyncio.Event()
-        self._call: Call = channel.open("net.forward", pack(ForwardArgs(port=port)), self)
+    status: int
+    timed_out: bool
+    truncated: bool
+    dirty: bool  # its network namespace cannot be used again
+    started_s: float
+    run_s: float
+    emptied_s: float
+    value: bytes
+    stdout: bytes
+    stderr: bytes
+    files: dict[str, bytes]
 
-    async def write(self, data: bytes) -> None:
-        for start in range(0, len(data), MAX_ITEM):
-            while not self._credit:
-                await self._changed()
-            self._credit -= 1
-            self._call.send_item(pack(data[start : start + MAX_ITEM]))
 
-    async def read(self, size: int) -> bytes:
-        while len(self._unread) < size:
-            await self._changed()
-        found = bytes(self._unread[:size])
-        del self._unread[:size]
-        return found
-
-    async def _changed(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._change.clear()
-        await self._change.wait()
-
-    def close(self) -> None:
-        self._call.cancel()
-
-    # --- Receiver
-
-    def on_item(self, data: msgspec.Raw) -> None:
-        try:
-            self._unread += _item.decode(data)
-        except msgspec.DecodeError as error:
-            self._fail(Internal(f"the agent's data is not understood: {error}"))
-            return
-        self._call.grant(1)
-        self._change.set()
-
-    def on_credit(self, n: int) -> None:
-        self._credit += n
-        self._change.set()
-
-    def on_reply(self, result: msgspec.Raw) -> None:
-        self._fail(Unavailable("the zygote closed its connection"))
-
-    def on_failure(self, error: dict[str, object]) -> None:
-        self._fail(from_wire(error))
-
-    def _fail(self, error: DSecError) -> None:
-        self._failure = error
-        self._change.set()
+def body_of(head: dict[str, Any], parts: list[bytes]) -> bytes:
+    """Return what the call reads: sizes, head, parts (`host.fncall_zygote`)."""
+    text = json.dumps({**head, "parts": [len(part) for part in parts]}).encode()
+    size = len(text) + sum(map(len, parts))
+    return b"".join((struct.pack("=II", size, len(text)), text, *parts))
 
 
 class Worker:
-    """Made by `start`; used by one call at a time; ended by `end`."""
+    """Made by `start`; used by one call at a time, `restored` before the next; ended by `end`."""
 
     def __init__(self, manager: Manager, sandbox: Sandbox) -> None:
-        self.sandbox, self.idle_since, self.ready = sandbox, 0.0, False
+        self.sandbox, self.idle_since = sandbox, 0.0
         self._manager = manager
-        self._zygote = _Zygote()
-        self._stream: _Stream | None = None
+        self._entered = False
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter | None = None
+        self._answering: asyncio.Task[Answer] | None = None
 
     @classmethod
-    async def start(
-        cls, manager: Manager, owner: str, args: DSecContainerRunArgs, imports: list[str]
-    ) -> Worker:
-        """Return a worker whose zygote waits.
+    async def start(cls, manager: Manager, wanted: Environment) -> Worker:
+        """Return a worker that is ready for a call.
 
         Raises what making a sandbox raises, and `Unsupported` with what Python says.
         """
-        key = f"fncall-{secrets.token_hex(16)}"
+        key, owner, args = f"fncall-{secrets.token_hex(16)}", wanted.owner, wanted.worker
         await manager.policies.ready(args, args.strict)
         sandbox = manager.request(owner, key, args)
         sandbox.own = True
         worker = cls(manager, sandbox)
         try:
             await manager.create(owner, key, args)
-            manager.enter(sandbox.id)
-            worker.ready = True
-            await worker._connect(imports)
+            manager.use(sandbox)
+            worker._entered = True
+            await worker._connect(wanted)
+        except Lost as error:
+            worker.end("its start failed")
+            raise Internal(str(error)) from error
         except BaseException:
             worker.end("its start failed")
             raise
         return worker
 
-    async def _connect(self, imports: list[str]) -> None:
-        channel = self.sandbox.channel
-        assert channel is not None
-        given = json.dumps({"port": PORT, "imports": imports})
-        argv = [b"python3", b"-I", b"-c", _program.encode(), given.encode()]
-        command = ExecArgs(cid=secrets.token_hex(16), argv=argv, user="root")
-        channel.open("exec.run", pack(command), self._zygote)
-        while True:
-            stream = _Stream(channel, PORT)
-            try:  # an open forward answers nothing: a short question tells
-                await stream.write(_message({"ping": True}, []))
-                await self._answer(stream, 1 << 10)
-            except DSecError as error:
-                if self._zygote.ended.done():
-                    why = self._zygote.ended.result()
-                    text = f"the pool's Python did not start: {why}"
-                    raise Unsupported(text, reason=why) from error
-                await asyncio.sleep(_POLL_S)
-                continue
-            self._stream = stream
-            return
+    async def _connect(self, environment: Environment) -> None:
+        assert self.sandbox.handle is not None
+        network = bool(self.sandbox.address)
+        imports = json.dumps(environment.imports).encode()
+        wanted = {
+            "argv": [b"python3", b"-I", b"-c", _program.encode(), imports],
+            "filter": b"" if network else unix_only_filter(),
+            "files_bytes": environment.files_bytes,
+            "network": network,
+        }
+        stream = await self._manager.backend.open_stream(
+            self.sandbox.handle, "fncall.serve", pack(wanted)
+        )
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=stream)
+        await self.restored()
 
-    async def call(
-        self, head: dict[str, Any], blobs: list[bytes], limit: int
-    ) -> tuple[dict[str, Any], list[bytes], float]:
-        """Return the answer's description, its byte strings, and the seconds until all was clean.
-
-        Raises `Lost` when the worker has to be replaced.
-        """
-        stream = self._stream
-        assert stream is not None
+    async def call(self, asked: Asked) -> Answer:
+        """Make a call. Cancelling it kills the call. Raises `Lost`."""
+        assert self._writer is not None
+        paths = b"".join(path.encode() + b"\0" for path in asked.paths)
+        head = _ASK.pack(
+            _CALL, int(asked.wall_s * 1000), asked.output_bytes, asked.answer_bytes,
+            len(paths), len(asked.body),
+        )  # fmt: skip
+        self._writer.write(head + paths + asked.body)
+        self._answering = asyncio.ensure_future(self._answer(asked))
         try:
-            await stream.write(_message(head, blobs))
-            return await self._answer(stream, limit)
-        except (DSecError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise Lost(f"the worker was lost: {error}") from error
+            return await asyncio.shield(self._answering)
+        except asyncio.CancelledError:
+            self._writer.write(_ASK.pack(_KILL, 0, 0, 0, 0, 0))
+            raise
 
-    async def _answer(
-        self, stream: _Stream, limit: int
-    ) -> tuple[dict[str, Any], list[bytes], float]:
-        (size,) = struct.unpack(">I", await stream.read(4))
-        if size > _HEAD:
-            raise Internal("the zygote's answer is too long")
-        head: dict[str, Any] = json.loads(await stream.read(size))
-        sizes = [int(each) for each in head["blobs"]]
-        if min(sizes, default=0) < 0 or sum(sizes) > limit:
-            raise Internal("the zygote's answer is too long")
-        blobs = [await stream.read(each) for each in sizes]
-        (total,) = struct.unpack(">d", await stream.read(8))
-        return head, blobs, total
+    async def restored(self) -> float:
+        """Wait until the next call's room is ready; the seconds it took. Raises `Lost`."""
+        if self._answering is not None:
+            await self._answering
+        (micros,) = _READY.unpack(await self._read(_READY_KIND, _READY.size))
+        return float(micros) / 1e6
+
+    async def _answer(self, asked: Asked) -> Answer:
+        async with _no_longer(asked.wall_s + SPARE_S):
+            found = _DONE.unpack(await self._read(_DONE_KIND, _DONE.size))
+            timed_out, truncated, dirty, status, started, run, emptied, *sizes = found
+            if sum(sizes) > asked.answer_bytes + 3 * asked.output_bytes:
+                raise Lost("the keeper of calls broke its protocol")
+            value, stdout, stderr, files = [await self._reader.readexactly(n) for n in sizes]
+        return Answer(
+            status, timed_out, truncated, dirty, started / 1e6, run / 1e6, emptied / 1e6,
+            value, stdout, stderr, _files(files, asked.paths),
+        )  # fmt: skip
+
+    async def _read(self, kind: int, size: int) -> bytes:
+        """Return the rest of the message, which is of `kind`; a failure is raised."""
+        try:
+            first = (await self._reader.readexactly(1))[0]
+            if first == _REPORT_KIND:
+                raise _failure(await self._reader.readexactly(_REPORT.size))
+            if first != kind:
+                raise Lost("the keeper of calls broke its protocol")
+            return await self._reader.readexactly(size)
+        except (EOFError, OSError) as error:
+            raise Lost("the keeper of calls ended") from error
 
     def end(self, reason: str) -> None:
         """Begin to end the sandbox, and with it whatever is left."""
-        if self._stream is not None:
-            self._stream.close()
-        if self.ready:
-            self.ready = False
+        if self._answering is not None:
+            self._answering.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        if self._entered:
+            self._entered = False
             self._manager.leave(self.sandbox)
         self._manager.begin_stop(self.sandbox, f"fncall: {reason}")
 
 
-def _message(head: dict[str, Any], blobs: list[bytes]) -> bytes:
-    text = json.dumps({**head, "blobs": [len(blob) for blob in blobs]}).encode()
-    return b"".join((struct.pack(">I", len(text)), text, *blobs))
+@contextlib.asynccontextmanager
+async def _no_longer(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise Lost(f"the call was not over after {seconds:g} s") from error
+
+
+def _failure(report: bytes) -> DSecError:
+    code, _, length, message = _REPORT.unpack(report)
+    name = _CODES[code] if code < len(_CODES) else "internal"
+    return from_wire({"code": name, "message": message[:length].decode(errors="replace")})
+
+
+def _files(data: bytes, paths: list[str]) -> dict[str, bytes]:
+    found, at = {}, 0
+    while at < len(data):
+        index, size = _FILE.unpack_from(data, at)
+        at += _FILE.size
+        found[paths[index]] = data[at : at + size]
+        at += size
+    return found

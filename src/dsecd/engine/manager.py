@@ -279,28 +279,33 @@ class Manager:
         return self._by_key.get((owner, key))
 
     def get(self, name: str) -> Sandbox:
-        """Return the sandbox, live or recently ended. Raises `NotFound`."""
+        """Return a client's sandbox, live or recently ended. Raises `NotFound`."""
         sandbox = self.live.get(name) or self.ended.get(name)
-        if sandbox is None:
+        if sandbox is None or sandbox.own:
             raise NotFound(f"no sandbox {name!r} on this host", id=name)
         return sandbox
 
     def enter(self, name: str) -> Sandbox:
-        """Begin a call into a sandbox; `leave` ends it. Raises `NotFound`, `WrongState`.
+        """Begin a client's call; `leave` ends it. Raises `NotFound`, `WrongState`.
 
         It may be paused: see `pausing.wake`.
         """
         sandbox = self.live.get(name)
-        if sandbox is None or sandbox.state not in ALIVE:
+        if sandbox is None or sandbox.own:
             sandbox = self.get(name)
+        self.use(sandbox)
+        return sandbox
+
+    def use(self, sandbox: Sandbox) -> None:
+        """Begin a call into a sandbox, perhaps one of the engine's own. Raises `WrongState`."""
+        if sandbox.state not in ALIVE:
             why = f": {sandbox.reason}" if sandbox.reason else ""
-            raise WrongState(f"sandbox {name} is {sandbox.state}{why}", state=sandbox.state)
+            raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}{why}", state=sandbox.state)
         sandbox.calls += 1
         sandbox.entered += 1
         if sandbox.claim_deadline is not None:  # its answer arrived after all
             sandbox.claim_deadline = None
             sandbox.claims += 1
-        return sandbox
 
     def leave(self, sandbox: Sandbox) -> None:
         """End a call that `enter` began: the idle clock starts with the last one."""
@@ -320,11 +325,12 @@ class Manager:
         self.rearm(sandbox)
 
     def select(self, labels: dict[str, str], with_ended: bool) -> Iterable[Sandbox]:
-        """Yield sandboxes that carry all of `labels`."""
+        """Yield sandboxes that carry all of `labels`; not the engine's own."""
         pools = (self.live, self.ended) if with_ended else (self.live,)
         for pool in pools:
             for sandbox in pool.values():
-                if all(sandbox.args.labels.get(k) == v for k, v in labels.items()):
+                carried = sandbox.args.labels
+                if not sandbox.own and all(carried.get(k) == v for k, v in labels.items()):
                     yield sandbox
 
     # --- end ------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Sandbox:
         self.claim_deadline: float | None = None  # nobody has got the answer to the create
         self.waiters = 0  # callers that wait for the create
         self.claims = 0  # callers that got its answer
-        self.own = False  # the engine's, for one call: after a restart nobody has a claim to it
+        self.own = False  # the engine's: no client can name it, and it ends with the daemon
         self.oom_kills = 0
         self.commands: dict[str, int] = {}  # cid → OOM kills before it began
         self.ready: asyncio.Future[None] = loop.create_future()  # running, or the create's error
@@ -154,7 +154,8 @@ class Sandbox:
             address6=self.address6,
             notes=self.notes,
             policy=b"" if account is None else account.packed,
-            claimed=claimed and not self.own,
+            claimed=claimed,
+            own=self.own,
             cpu_class=self.cpu_class if self.cpu_class != self.args.cpu_class else None,
             paused_by=self.paused_by,
         )

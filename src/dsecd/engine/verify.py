@@ -109,7 +109,7 @@ async def _grader(
     except asyncio.CancelledError:
         manager.begin_stop(grader, "the caller gave the grading up")
         raise
-    manager.enter(grader.id)
+    manager.use(grader)
     try:
         with log.about(grader.id):
             yield grader
