@@ -154,17 +154,23 @@ class DSecClient:
     async def run_fncall(self, args: model.DSecFnCallArgs) -> model.FnCallResult:
         """Call a function in a warm worker and return how it ended (docs/fncall.md).
 
-        It is not repeated after a lost connection: it may have run. Raises `InvalidArgument`,
+        Only with ``args.key`` it is asked for again after a lost connection: else it may have run.
+        Cancelling it kills the call. Raises `InvalidArgument`,
         `NotFound` (no such layer), `Exhausted` (host full, or too many calls wait; retryable),
         `Unsupported` when the layers have no Python that can do it, `Unavailable` for a lost
         worker.
         """
-        return await self._link.call("fncall.run", args, model.FnCallResult, timeout_s=0)
+        retry = args.key is not None
+        return await self._link.call(
+            "fncall.run", args, model.FnCallResult, retry=retry, timeout_s=0
+        )
 
     async def map_fncall(
         self, args: model.DSecFnCallArgs, inputs: Iterable[Any], *, concurrency: int = 8
     ) -> AsyncIterator[model.FnCallResult]:
         """Call with each of `inputs` in place of ``args.input`` and yield the results in order.
+
+        With ``args.key`` each call has a key of its own: that and the number of its input.
 
         No more than `concurrency` calls are open at once, and no more results wait to be taken.
         Leaving the iteration early, or an error of one call, gives up those that are open.
@@ -173,8 +179,9 @@ class DSecClient:
             raise InvalidArgument("concurrency: at least 1", field="concurrency")
         open_calls: deque[asyncio.Task[model.FnCallResult]] = deque()
         try:
-            for value in inputs:
-                call = self.run_fncall(msgspec.structs.replace(args, input=value))
+            for number, value in enumerate(inputs):
+                key = None if args.key is None else f"{args.key}/{number}"
+                call = self.run_fncall(msgspec.structs.replace(args, input=value, key=key))
                 open_calls.append(self._link.spawn(call, "libdsec-fncall"))
                 if len(open_calls) == concurrency:
                     yield await open_calls.popleft()

@@ -22,13 +22,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 PLACES = ("/tmp", "/tmp/work", "/var/tmp", "/dev/shm")
 REFUSED = (
     "root_files", "sysctl", "inet_socket", "keyring", "ptrace_parent", "namespace", "hostname",
-    "kill_supervisor", "mount",
+    "kill_supervisor", "mount", "outer_process", "packet_socket", "netlink", "vsock",
 )  # fmt: skip
 KINDS = [
     "files", "shm_posix", "shm_sysv", "sem_sysv", "msg_sysv", "mqueue", "abstract_socket",
     "path_socket", "background", "daemonised", "stopped", "signals", "modules", "environment",
     "cwd", "rlimits", "umask", "descriptors", "timer", "locks", "memory", "nice", "affinity",
-    "fifo", "memfd", *REFUSED,
+    "fifo", "memfd", "sibling", "subreaper", "passed_descriptor", "lease", "thread", "line",
+    *REFUSED,
 ]  # fmt: skip
 
 
@@ -58,6 +59,9 @@ def _look() -> list[str]:
             pids.append(pid)
     if set(pids) - {1, os.getpid()} or os.getpid() != 2:
         found.append(f"processes {pids}, own {os.getpid()}")
+    visible = {name for name in os.listdir("/proc") if name.isdecimal()}
+    if visible != {os.readlink("/proc/self")}:
+        found.append(f"/proc shows {visible}")
     found += _look_ipc()
     if hasattr(sys, "planted") or hasattr(os, "planted") or "planted" in sys.modules:
         found.append("memory of the interpreter")
@@ -262,6 +266,53 @@ def _plant_memfd(mark: str) -> None:
     _keep(fd)
 
 
+def _plant_sibling(mark: str) -> None:
+    """A child of the call's parent, which is outside of its namespace."""
+    number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+    pid = ctypes.PyDLL(None).syscall(number, ctypes.c_ulong(0x8000 | signal.SIGCHLD), 0, 0, 0, 0)
+    if pid == 0:
+        while True:
+            time.sleep(60)
+    _checked(pid)
+
+
+def _plant_subreaper(mark: str) -> None:
+    _checked(_libc.prctl(36, 1, 0, 0, 0))
+    if os.fork() == 0:
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+
+
+def _plant_passed_descriptor(mark: str) -> None:
+    """In flight in a socket that holds itself: only the kernel's collector frees such."""
+    one, two = socket.socketpair()
+    socket.send_fds(one, [b"x"], [one.fileno(), two.fileno()])
+    one.close()
+    two.close()
+
+
+def _plant_lease(mark: str) -> None:
+    import fcntl
+
+    with open(f"/tmp/{mark}.lease", "w") as file:
+        _keep(os.dup(file.fileno()))
+        fcntl.fcntl(file.fileno(), fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(file.fileno(), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+
+
+def _plant_thread(mark: str) -> None:
+    import threading
+
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+def _plant_line(mark: str) -> None:
+    """Somebody else keeps the call's own stream."""
+    os.set_inheritable(3, True)
+    subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
+
+
 # --- what must be refused -----------------------------------------------------------------------
 
 
@@ -310,3 +361,27 @@ def _plant_kill_supervisor(mark: str) -> None:
 
 def _plant_mount(mark: str) -> None:
     _checked(_libc.mount(b"tmpfs", b"/mnt", b"tmpfs", 0, None))
+
+
+def _plant_outer_process(mark: str) -> None:
+    """What /proc may show of whoever is outside: it is that of the worker."""
+    for pid in range(1, 40):
+        with contextlib.suppress(OSError):
+            os.close(os.open(f"/proc/{pid}/mem", os.O_RDWR))
+            return
+        with contextlib.suppress(OSError):
+            os.listdir(f"/proc/{pid}/fd")
+            return
+    raise OSError("all refused")
+
+
+def _plant_packet_socket(mark: str) -> None:
+    socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()
+
+
+def _plant_netlink(mark: str) -> None:
+    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW).close()
+
+
+def _plant_vsock(mark: str) -> None:
+    socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM).close()

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 
 from libdsec import DSecClient, DSecFnCallArgs
-from libdsec.errors import InvalidArgument, Unsupported
+from libdsec.errors import (
+    AlreadyExists,
+    DSecError,
+    InvalidArgument,
+    NotFound,
+    Unavailable,
+    Unsupported,
+)
 from tests.system import fncall_traces
 from tests.system.compat.debian import IMAGE, build, lend
 from tests.system.daemon import Daemon, daemon
@@ -112,41 +124,129 @@ async def test_what_cannot_be_is_said(client: DSecClient) -> None:
         await client.run_fncall(call("def main(): pass", imports=["no_such_module"]))
 
 
-async def test_a_call_given_up_is_ended_and_its_worker_replaced(client: DSecClient) -> None:
-    args = call("import time\ndef main(x=0): time.sleep(x); return 1")
-    task = asyncio.create_task(client.run_fncall(args))
-    slow = asyncio.create_task(
-        client.run_fncall(call("import time\ndef main(): time.sleep(300)", timeout_s=600))
-    )
-    await task
+async def test_a_call_given_up_is_killed(client: DSecClient, running: Daemon) -> None:
+    args = call("import time\ndef main(x=0): time.sleep(x); return 1", timeout_s=600)
+    assert (await client.run_fncall(args)).ok
+    slow = asyncio.create_task(client.run_fncall(msgspec.structs.replace(args, input=300)))
+    await asyncio.sleep(0.3)
     slow.cancel()
     with pytest.raises(asyncio.CancelledError):
         await slow
     for _ in range(4):
         assert (await client.run_fncall(args)).value == 1
+    assert len(workers(running)) <= 2  # that of the call killed serves again
 
 
-async def test_a_dead_zygote_is_replaced(client: DSecClient, running: Daemon) -> None:
-    args = call("def main(): return 1")
+def workers(running: Daemon) -> list[str]:
+    """Ids of workers made so far: no client is told."""
+    return re.findall(r'"message":"created".*?"sandbox":"([^"]+)"', running.log())
+
+
+def keepers() -> dict[int, list[int]]:
+    """Pid on the host of each keeper of calls, and of its Python children."""
+    found: dict[int, list[int]] = {}
+    for process in psutil.process_iter(["pid", "name"]):
+        if process.info["name"] == "dsec-fncall":
+            with contextlib.suppress(psutil.Error):
+                children = [each.pid for each in process.children() if each.name() == "python3"]
+                if children:
+                    found[process.pid] = children
+    return found
+
+
+async def test_no_client_reaches_a_worker(client: DSecClient, running: Daemon) -> None:
+    """A command in there could stay, and read the next call."""
+    assert (await client.run_fncall(call("def main(): return 1"))).ok
+    (name,) = workers(running)
+    assert await client.list_sandboxes() == []
+    with pytest.raises(NotFound):
+        await client.connect(name)
+    link = client._link
+    for op, args in (
+        ("exec.run", {"cid": "x", "argv": ["id"]}), ("files.read", {"path": "/etc/passwd"}),
+        ("net.forward", {"port": 1}), ("fncall.serve", {"argv": ["id"]}),
+    ):  # fmt: skip
+        with pytest.raises(NotFound):
+            await link.call(op, args, dict, target=name)
+    for op in ("sandbox.stop", "sandbox.metrics", "sandbox.checkpoint", "sandbox.get"):
+        with pytest.raises(NotFound):
+            await link.call(op, {"id": name}, dict)
+    assert (await client.run_fncall(call("def main(): return 2"))).value == 2
+    assert workers(running) == [name]
+
+
+@pytest.mark.parametrize("victim", ["keeper", "zygote"])
+async def test_a_broken_worker_is_replaced(client: DSecClient, victim: str) -> None:
+    args = call("import time\ndef main(x=0): time.sleep(x); return 1")
+    before = keepers()
     assert (await client.run_fncall(args)).value == 1
-    (worker,) = [s for s in await client.list_sandboxes() if s.labels.get("dsec.fncall")]
-    sandbox = await client.connect(worker.id)
-    await sandbox.run("sh", "-c", "kill -9 $(pidof python3)", user="root")
-    outcomes = [await asyncio.gather(client.run_fncall(args), return_exceptions=True)]
-    assert outcomes
+    ((keeper, children),) = [each for each in keepers().items() if each[0] not in before]
+    slow = asyncio.create_task(client.run_fncall(msgspec.structs.replace(args, input=60)))
+    await asyncio.sleep(0.3)
+    os.kill(keeper if victim == "keeper" else min(children), signal.SIGKILL)
+    with pytest.raises(Unavailable, match="again"):
+        await slow
     assert (await client.run_fncall(args)).value == 1
 
 
 async def test_workers_end_with_the_daemon(client: DSecClient, running: Daemon) -> None:
+    before = keepers()
     assert (await client.run_fncall(call("def main(): return 1"))).ok
+    (name,) = workers(running)
+    (keeper,) = keepers().keys() - before.keys()
     await running.end(signal.SIGKILL)
     await running.start()
     async with DSecClient(f"unix:{running.socket}") as again:
-        for _ in range(200):
-            if not await again.list_sandboxes():
-                break
-            await asyncio.sleep(0.1)
-        assert await again.list_sandboxes() == []
+        with pytest.raises(NotFound):
+            await again.connect(name)
+        assert not psutil.pid_exists(keeper)
+        assert (await again.run_fncall(call("def main(): return 2"))).value == 2
+
+
+async def test_a_call_with_a_key_is_made_once(client: DSecClient, running: Daemon) -> None:
+    args = call("import os, time\ndef main(): time.sleep(0.3); return os.urandom(8).hex()", key="k")
+    one, two = await asyncio.gather(client.run_fncall(args), client.run_fncall(args))
+    assert one.value == two.value
+    async with DSecClient(f"unix:{running.socket}") as lost:
+        asking = asyncio.create_task(lost.run_fncall(msgspec.structs.replace(args, key="l")))
+        await asyncio.sleep(0.1)
+        await lost.close()
+        with contextlib.suppress(DSecError, asyncio.CancelledError):
+            await asking
+    again = msgspec.structs.replace(args, key="l")
+    first, second = await client.run_fncall(again), await client.run_fncall(again)
+    assert first.value == second.value != one.value
+    with pytest.raises(AlreadyExists):
+        await client.run_fncall(msgspec.structs.replace(args, input=1))
+
+
+async def test_environments_do_not_share_workers(client: DSecClient, running: Daemon) -> None:
+    args = call("def main(): return 1")
+    for wanted in (args, msgspec.structs.replace(args, pool="b"), args):
+        assert (await client.run_fncall(wanted)).ok
+    assert len(set(workers(running))) == 2
+
+
+async def test_connections_of_a_call_are_not_found_by_the_next(
+    client: DSecClient, running: Daemon
+) -> None:
+    """What the kernel keeps of them outlives the processes: the worker is not used again."""
+    code = (
+        "import socket\n"
+        "def main(x):\n"
+        "    tables = [open(f'/proc/net/{n}').read() for n in ('tcp', 'tcp6', 'udp', 'udp6')]\n"
+        "    if x:\n"
+        "        server = socket.create_server(('127.0.0.1', 4321))\n"
+        "        mine = socket.create_connection(('127.0.0.1', 4321))\n"
+        "        theirs, _ = server.accept()\n"
+        "        mine.close(); theirs.close()\n"
+        "    return [l for table in tables for l in table.splitlines() if ':10E1' in l]\n"
+    )
+    for connects in (True, False, True, True, False):
+        done = await client.run_fncall(call(code, network="nat", input=connects))
+        assert done.ok, done.stderr
+        assert done.value == []
+    assert len(workers(running)) > 3
 
 
 async def test_two_thousand_rounds_find_nothing_of_the_call_before(client: DSecClient) -> None:

@@ -228,7 +228,12 @@ class Operations:
             self._manager.events.unsubscribe(events)
 
     async def fncall_run(self, call: LocalCall, args: model.DSecFnCallArgs) -> model.FnCallResult:
-        return await self._fncalls.run(_owner(call), args)
+        try:
+            return await self._fncalls.run(_owner(call), args)
+        except asyncio.CancelledError:
+            if not call.client_lost:
+                self._fncalls.give_up(_owner(call), args)
+            raise
 
     # --- host
 

@@ -22,7 +22,14 @@ import msgspec
 
 from dsecd import log
 from dsecd.config import FnCall
-from dsecd.engine.fncall_calls import asked_of, check, environment_of, result_of
+from dsecd.engine.fncall_calls import (
+    asked_of,
+    check,
+    environment_of,
+    outcome_of,
+    result_of,
+)
+from dsecd.engine.fncall_known import KnownCalls
 from dsecd.engine.fncall_worker import Environment, Lost, Worker
 from dsecd.engine.manager import Manager
 from libdsec.errors import DSecError, Exhausted, Unavailable
@@ -56,6 +63,7 @@ class Pools:
         self._pools: dict[bytes, _Pool] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sweeper: asyncio.Task[Any] | None = None
+        self._known = KnownCalls()
         self._closed = False
 
     def numbers(self) -> dict[str, float]:
@@ -69,12 +77,35 @@ class Pools:
         }
 
     async def run(self, owner: str, args: DSecFnCallArgs) -> FnCallResult:
-        """Make one call. Cancelling it kills the call.
+        """Make one call. Cancelling it kills the call, unless it has a key: see `give_up`.
 
         Raises `InvalidArgument`, `Exhausted` when too many wait, `Unsupported` when the layers have
-        no Python that starts, `Unavailable` when its worker was lost, what making a sandbox raises.
+        no Python that starts, `Unavailable` when its worker was lost, `AlreadyExists` for a key
+        that another call has, and what making a sandbox raises.
         """
         check(args)
+        if args.key is None:
+            return await self._run(owner, args)
+        return await self._known.once(owner, args.key, args, lambda: self._run(owner, args))
+
+    def give_up(self, owner: str, args: DSecFnCallArgs) -> None:
+        """Nobody wants the result any more; a client that was lost may come back for it."""
+        if args.key is not None:
+            self._known.give_up(owner, args.key)
+
+    async def _run(self, owner: str, args: DSecFnCallArgs) -> FnCallResult:
+        registry = self._manager.registry
+        try:
+            result = await self._made(owner, args)
+        except DSecError as error:
+            registry.fncalls.add(error.code)
+            raise
+        registry.fncalls.add(outcome_of(result))
+        registry.fncall_queued_s.observe(result.queued_s)
+        registry.fncall_run_s.observe(result.run_s)
+        return result
+
+    async def _made(self, owner: str, args: DSecFnCallArgs) -> FnCallResult:
         began = asyncio.get_running_loop().time()
         pool = self._pool(owner, args)
         worker = await self._take(pool)
@@ -100,7 +131,7 @@ class Pools:
     async def _restore(self, pool: _Pool, worker: Worker, dirty: bool) -> None:
         """The worker serves again once it is as new; else another takes its place."""
         if dirty:
-            self._drop(pool, worker, "connections of its last call have not ended")
+            self._drop(pool, worker, "connections of its last call live on")
             return
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
@@ -158,6 +189,9 @@ class Pools:
         self._grow()  # another pool may wait for this one's place
 
     def _drop(self, pool: _Pool, worker: Worker, why: str) -> None:
+        """The worker serves no more: the next call that needs one has another made."""
+        self._manager.registry.fncall_dropped.add()
+        log.event(logger, logging.INFO, "worker dropped", worker=worker.sandbox.id, why=why)
         worker.end(why)
         pool.workers -= 1
         self._grow()
@@ -239,6 +273,7 @@ class Pools:
     async def close(self) -> None:
         """Begin to end every worker; the manager frees them."""
         self._closed = True
+        self._known.close()
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

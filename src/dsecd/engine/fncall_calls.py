@@ -73,6 +73,15 @@ def result_of(answer: Answer, queued_s: float) -> FnCallResult:
     )
 
 
+def outcome_of(result: FnCallResult) -> str:
+    """Return how it ended in one word, for metrics."""
+    if result.ok:
+        return "ok"
+    if result.timed_out:
+        return "timed_out"
+    return "oom_killed" if result.oom_killed else "failed"
+
+
 def _require(condition: bool, field: str, message: str) -> None:
     if not condition:
         raise InvalidArgument(f"{field}: {message}", field=field)

@@ -31,6 +31,7 @@ CONTROL = LINE = 3  # the zygote's socket to the keeper; the call's
 _PARENT, _NEWPID, _NEWNS, _NEWIPC = 0x8000, 0x20000000, 0x20000, 0x08000000
 _DUMPABLE = 4
 _CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+_CLOSE_RANGE = 436
 _libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: we fork in there
 
 
@@ -123,7 +124,7 @@ def _give_up_rights(own: list[int]) -> None:
     os.dup2(line, LINE, inheritable=False)
     os.dup2(out, 1)
     os.dup2(err, 2)
-    os.closerange(LINE + 1, 1 << 20)
+    _checked(_libc.syscall(_CLOSE_RANGE, LINE + 1, (1 << 32) - 1, 0), "close_range")
     os.chdir(WORK)
     os.setgroups([])
     os.setresgid(UID, UID, UID)
