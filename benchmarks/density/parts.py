@@ -13,7 +13,7 @@ from dsec_bench.cgroups import CgroupError
 from dsec_bench.create.daemon import Daemon, DaemonError
 from dsec_bench.create.image import ImageError, chosen_root, place, python_root
 from dsec_bench.create.sdk import Sdk, Wrong
-from dsec_bench.density import classes, idle, pausing
+from dsec_bench.density import classes, fncall, idle, pausing
 from dsec_bench.density.series import BESIDE, IDLE, PAUSED
 from dsec_bench.report import Row
 from dsec_bench.rootfs import RootfsError
@@ -140,7 +140,34 @@ def _classes(bed: Bed) -> None:
     report.figure("default_p50_loaded_vs_unloaded", found.ratio("standard", 0.5))
 
 
+def _fncall(bed: Bed) -> None:
+    report, steps, sdk = bed.context.report, bed.context.steps, bed.sdk
+    seconds = 2.0 if bed.context.options.quick else 10.0
+    image = bed.context.options.image
+    kinds = {
+        "warm workers": lambda: fncall.warm(sdk.client, image, seconds),
+        "fresh containers": lambda: fncall.fresh(sdk.client, sdk.args, seconds),
+        "forks of one process": lambda: fncall.forked(seconds),
+        "multiprocessing": lambda: fncall.pooled(seconds),
+    }
+    steps.expect(len(kinds))
+    found = {}
+    for name, measure in kinds.items():
+        steps.now(f"calls of a function: {name}")
+        found[name] = made = sdk.run(measure())
+        report.run("fncall", how=name, per_s=made.per_s, p50_ms=made.p50_ms)
+        summary = Summary.of([Round(made.per_s, made.alone_ms, 0)])
+        report.row(Row("calls of a function", name, summary, fncall.CONCURRENCY, ""))
+        steps.done(1)
+    warm = found["warm workers"]
+    report.run("fncall interpreter", host=fncall.interpreter())
+    report.figure("fncall_per_s", warm.per_s)
+    report.figure("fncall_p50_ms", warm.p50_ms)
+    report.figure("fncall_vs_fresh_container", warm.per_s / found["fresh containers"].per_s)
+
+
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Bed], None]]] = {
+    "fncall": (("fncall_per_s", "fncall_p50_ms", "fncall_vs_fresh_container"), _fncall),
     "idle": (("live_idle_sandboxes",), _idle),
     "pause": (("paused_python_mib", "resume_ms"), _pausing),
     "classes": (
