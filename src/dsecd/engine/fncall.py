@@ -44,10 +44,15 @@ class _Pool:
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self.idle: list[Worker] = []
-        self.workers = 0  # idle, at work, and being made
+        self.live: set[Worker] = set()
+        self.idle: list[Worker] = []  # of these
         self.starting = 0
         self.waiting: deque[asyncio.Future[Worker]] = deque()
+
+    @property
+    def workers(self) -> int:
+        """How many there are, those that are being made included."""
+        return len(self.live) + self.starting
 
     @property
     def hungry(self) -> bool:
@@ -113,36 +118,15 @@ class Pools:
         kills = self._manager.refresh_oom(worker.sandbox)
         try:
             answer = await worker.call(asked_of(args))
-        except (Lost, DSecError) as error:
+        except Lost as error:
             self._drop(pool, worker, str(error))
             raise Unavailable(f"{error}; the call may be made again") from error
-        except asyncio.CancelledError:
-            self._spawn(self._restore(pool, worker, dirty=False))
-            raise
-        except BaseException:
-            self._drop(pool, worker, "its call failed")
-            raise
-        self._spawn(self._restore(pool, worker, answer.dirty))
+        if answer.dirty:
+            self._drop(pool, worker, "connections of its last call live on")
         result = result_of(answer, queued)
         if not result.ok:
             result.oom_killed = self._manager.refresh_oom(worker.sandbox) > kills
         return result
-
-    async def _restore(self, pool: _Pool, worker: Worker, dirty: bool) -> None:
-        """The worker serves again once it is as new; else another takes its place."""
-        if dirty:
-            self._drop(pool, worker, "connections of its last call live on")
-            return
-        try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await worker.restored()
-        except (Lost, DSecError, TimeoutError) as error:
-            self._drop(pool, worker, str(error) or "it was not restored in time")
-            return
-        except asyncio.CancelledError:
-            self._drop(pool, worker, "dsecd was stopped")
-            raise
-        self._give_back(pool, worker)
 
     # --- pools ----------------------------------------------------------------------------------
 
@@ -157,11 +141,8 @@ class Pools:
     async def _take(self, pool: _Pool) -> Worker:
         if self._closed:
             raise Unavailable("dsecd is shutting down")
-        while pool.idle:
-            worker = pool.idle.pop()
-            if worker.sandbox.state == "running":
-                return worker
-            self._drop(pool, worker, "it died")
+        if pool.idle:
+            return pool.idle.pop()
         if len(pool.waiting) >= self._config.queued:
             raise Exhausted(f"{self._config.queued} calls of this pool wait already; try later")
         place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
@@ -178,8 +159,8 @@ class Pools:
                 pool.waiting.remove(place)
 
     def _give_back(self, pool: _Pool, worker: Worker) -> None:
-        if worker.sandbox.state != "running" or self._closed:
-            self._drop(pool, worker, "it died")
+        """The worker is ready for the next call."""
+        if worker not in pool.live:
             return
         for place in _open(pool):
             place.set_result(worker)
@@ -190,11 +171,18 @@ class Pools:
 
     def _drop(self, pool: _Pool, worker: Worker, why: str) -> None:
         """The worker serves no more: the next call that needs one has another made."""
+        if worker not in pool.live:
+            return
+        self._remove(pool, worker, why)
         self._manager.registry.fncall_dropped.add()
         log.event(logger, logging.INFO, "worker dropped", worker=worker.sandbox.id, why=why)
-        worker.end(why)
-        pool.workers -= 1
         self._grow()
+
+    def _remove(self, pool: _Pool, worker: Worker, why: str) -> None:
+        pool.live.discard(worker)
+        if worker in pool.idle:
+            pool.idle.remove(worker)
+        worker.end(why)
 
     def _grow(self) -> None:
         """Begin workers for calls that wait, the pool with the fewest first."""
@@ -207,9 +195,7 @@ class Pools:
                 victim = self._longest_idle()
                 if victim is None:
                     return
-                victim[1].end("its place was wanted")
-                victim[0].workers -= 1
-            pool.workers += 1
+                self._remove(*victim, "its place was wanted")
             pool.starting += 1
             self._spawn(self._start(pool))
 
@@ -220,30 +206,31 @@ class Pools:
         idle = [(pool, worker) for pool in self._pools.values() for worker in pool.idle]
         if not idle:
             return None
-        pool, worker = min(idle, key=lambda each: each[1].idle_since)
-        pool.idle.remove(worker)
-        return pool, worker
+        return min(idle, key=lambda each: each[1].idle_since)
 
     async def _start(self, pool: _Pool) -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 worker = await Worker.start(self._manager, pool.environment)
-        except (DSecError, TimeoutError) as error:
+        except (DSecError, Lost, TimeoutError) as error:
             pool.starting -= 1
-            pool.workers -= 1
             self._refuse(pool, error)
             return
         except BaseException:
             pool.starting -= 1
-            pool.workers -= 1
             raise
         pool.starting -= 1
+        pool.live.add(worker)
+        worker.on_ready = lambda: self._give_back(pool, worker)
+        worker.on_lost = lambda why: self._drop(pool, worker, why)
         self._give_back(pool, worker)
 
-    def _refuse(self, pool: _Pool, error: DSecError | TimeoutError) -> None:
+    def _refuse(self, pool: _Pool, error: DSecError | Lost | TimeoutError) -> None:
         """No worker could be made: one call learns it, all if there is none to wait for."""
         if isinstance(error, TimeoutError):
             error = Unavailable(f"no worker was ready in {self._config.start_timeout_s:g} s")
+        elif isinstance(error, Lost):
+            error = Unavailable(f"a worker did not start: {error}")
         log.event(logger, logging.WARNING, "no worker", why=error.message)
         for place in _open(pool):
             place.set_exception(type(error)(error.message, **error.detail))
@@ -264,9 +251,7 @@ class Pools:
             oldest = asyncio.get_running_loop().time() - self._config.idle_s
             for key, pool in list(self._pools.items()):
                 for worker in [w for w in pool.idle if w.idle_since < oldest]:
-                    pool.idle.remove(worker)
-                    pool.workers -= 1
-                    worker.end("idle")
+                    self._remove(pool, worker, "idle")
                 if not pool.workers and not pool.waiting:
                     del self._pools[key]
 
@@ -280,8 +265,8 @@ class Pools:
         for pool in self._pools.values():
             for place in _open(pool):
                 place.set_exception(Unavailable("dsecd is shutting down"))
-            for worker in pool.idle:
-                worker.end("dsecd was stopped")
+            for worker in tuple(pool.live):
+                self._remove(pool, worker, "dsecd was stopped")
         self._pools.clear()
 
 

@@ -7,14 +7,13 @@ are of one build, and on one host.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import json
 import secrets
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -22,17 +21,21 @@ from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.host import fncall_zygote
 from dsecd.policy.seccomp import unix_only_filter
-from libdsec.errors import DSecError, Internal, from_wire
+from libdsec.errors import DSecError, from_wire
 from libdsec.model import DSecContainerRunArgs
 from libdsec.wire import pack
 
 SPARE_S = 5.0  # beyond a call's own time, before its worker is held to be stuck
 _ASK = struct.Struct("=6I")
 _CALL, _KILL = 1, 2
-_READY, _READY_KIND = struct.Struct("=3xI"), 16
-_DONE, _DONE_KIND = struct.Struct("=???iIIIIIII"), 17
+_READY_KIND, _DONE_KIND, _REPORT_KIND = 16, 17, 1
+_LAYOUTS = {
+    _READY_KIND: struct.Struct("=B3xI"),
+    _DONE_KIND: struct.Struct("=B???iIIIIIII"),
+    _REPORT_KIND: struct.Struct("=BBBB224s"),  # `struct report` of init/child.h
+}
+_LONGEST = 8 << 20  # bytes of an answer
 _FILE = struct.Struct("=II")
-_REPORT, _REPORT_KIND = struct.Struct("=BBB224s"), 1  # `struct report` of init/child.h
 _CODES = (  # `code_names` of init/child.c
     "invalid_argument", "not_found", "already_exists", "wrong_state", "permission_denied",
     "unsupported", "exhausted", "internal",
@@ -89,16 +92,24 @@ def body_of(head: dict[str, Any], parts: list[bytes]) -> bytes:
     return b"".join((struct.pack("=II", size, len(text)), text, *parts))
 
 
-class Worker:
-    """Made by `start`; used by one call at a time, `restored` before the next; ended by `end`."""
+class Worker(asyncio.Protocol):
+    """Made by `start`; used by one call at a time; ended by `end`.
+
+    `on_ready` is told each time when the next call may be made, `on_lost` once, that none may.
+    """
 
     def __init__(self, manager: Manager, sandbox: Sandbox) -> None:
         self.sandbox, self.idle_since = sandbox, 0.0
+        self.on_ready: Callable[[], None] = _nobody
+        self.on_lost: Callable[[str], None] = _nobody_loses
         self._manager = manager
-        self._entered = False
-        self._reader: asyncio.StreamReader
-        self._writer: asyncio.StreamWriter | None = None
-        self._answering: asyncio.Task[Answer] | None = None
+        self._used = False  # by us, as far as the manager knows
+        self._transport: asyncio.Transport | None = None
+        self._unread = bytearray()
+        self._asked: Asked | None = None
+        self._answer: asyncio.Future[Answer] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(cls, manager: Manager, wanted: Environment) -> Worker:
@@ -114,11 +125,8 @@ class Worker:
         try:
             await manager.create(owner, key, args)
             manager.use(sandbox)
-            worker._entered = True
+            worker._used = True
             await worker._connect(wanted)
-        except Lost as error:
-            worker.end("its start failed")
-            raise Internal(str(error)) from error
         except BaseException:
             worker.end("its start failed")
             raise
@@ -137,79 +145,140 @@ class Worker:
         stream = await self._manager.backend.open_stream(
             self.sandbox.handle, "fncall.serve", pack(wanted)
         )
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=stream)
-        await self.restored()
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: self, sock=stream)
+        await self._started
 
     async def call(self, asked: Asked) -> Answer:
         """Make a call. Cancelling it kills the call. Raises `Lost`."""
-        assert self._writer is not None
+        if self._transport is None:
+            raise Lost("the keeper of calls ended")
         paths = b"".join(path.encode() + b"\0" for path in asked.paths)
         head = _ASK.pack(
             _CALL, int(asked.wall_s * 1000), asked.output_bytes, asked.answer_bytes,
             len(paths), len(asked.body),
         )  # fmt: skip
-        self._writer.write(head + paths + asked.body)
-        self._answering = asyncio.ensure_future(self._answer(asked))
+        self._asked = asked
+        self._answer = asyncio.get_running_loop().create_future()
+        self._expect_ready(asked.wall_s + SPARE_S)
+        self._transport.write(head + paths + asked.body)
         try:
-            return await asyncio.shield(self._answering)
+            return await self._answer
         except asyncio.CancelledError:
-            self._writer.write(_ASK.pack(_KILL, 0, 0, 0, 0, 0))
+            if self._transport is not None:
+                self._expect_ready(SPARE_S)
+                self._transport.write(_ASK.pack(_KILL, 0, 0, 0, 0, 0))
             raise
 
-    async def restored(self) -> float:
-        """Wait until the next call's room is ready; the seconds it took. Raises `Lost`."""
-        if self._answering is not None:
-            await self._answering
-        (micros,) = _READY.unpack(await self._read(_READY_KIND, _READY.size))
-        return float(micros) / 1e6
-
-    async def _answer(self, asked: Asked) -> Answer:
-        async with _no_longer(asked.wall_s + SPARE_S):
-            found = _DONE.unpack(await self._read(_DONE_KIND, _DONE.size))
-            timed_out, truncated, dirty, status, started, run, emptied, *sizes = found
-            if sum(sizes) > asked.answer_bytes + 3 * asked.output_bytes:
-                raise Lost("the keeper of calls broke its protocol")
-            value, stdout, stderr, files = [await self._reader.readexactly(n) for n in sizes]
-        return Answer(
-            status, timed_out, truncated, dirty, started / 1e6, run / 1e6, emptied / 1e6,
-            value, stdout, stderr, _files(files, asked.paths),
-        )  # fmt: skip
-
-    async def _read(self, kind: int, size: int) -> bytes:
-        """Return the rest of the message, which is of `kind`; a failure is raised."""
-        try:
-            first = (await self._reader.readexactly(1))[0]
-            if first == _REPORT_KIND:
-                raise _failure(await self._reader.readexactly(_REPORT.size))
-            if first != kind:
-                raise Lost("the keeper of calls broke its protocol")
-            return await self._reader.readexactly(size)
-        except (EOFError, OSError) as error:
-            raise Lost("the keeper of calls ended") from error
+    def _expect_ready(self, seconds: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        late = f"it was not ready again after {seconds:g} s"
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self._lose, Lost(late))
 
     def end(self, reason: str) -> None:
         """Begin to end the sandbox, and with it whatever is left."""
-        if self._answering is not None:
-            self._answering.cancel()
-        if self._writer is not None:
-            self._writer.close()
-        if self._entered:
-            self._entered = False
+        self.on_lost = _nobody_loses
+        self._lose(Lost(reason))
+        if self._used:
+            self._used = False
             self._manager.leave(self.sandbox)
         self._manager.begin_stop(self.sandbox, f"fncall: {reason}")
 
+    def _lose(self, error: Exception) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._started.done() and not isinstance(error, Lost):
+            error = Lost(str(error))
+        for waiting in (self._answer, self._started):
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # nobody may be waiting
+        on_lost, self.on_lost = self.on_lost, _nobody_loses
+        on_lost(str(error))
 
-@contextlib.asynccontextmanager
-async def _no_longer(seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError as error:
-        raise Lost(f"the call was not over after {seconds:g} s") from error
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # not isinstance: uvloop has transports of its own, outside the class tree
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        try:
+            while self._unread and self._transport is not None and self._take():
+                pass
+        except (Lost, DSecError) as error:
+            self._lose(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(Lost("the keeper of calls ended"))
+
+    def _take(self) -> bool:
+        """Handle the message at the front; False when it is not there as a whole."""
+        unread, kind = self._unread, self._unread[0]
+        layout = _LAYOUTS.get(kind)
+        if layout is None:
+            raise Lost("the keeper of calls broke its protocol")
+        if len(unread) < layout.size:
+            return False
+        fields, size = layout.unpack_from(unread), layout.size
+        if kind == _REPORT_KIND:
+            raise _failure(*fields[1:])
+        if kind == _DONE_KIND:
+            size += sum(fields[8:])
+            if size > _LONGEST:
+                raise Lost("the keeper of calls broke its protocol")
+            if len(unread) < size:
+                return False
+            self._answered(fields, bytes(unread[layout.size : size]))
+        del unread[:size]
+        if kind == _READY_KIND:
+            self._ready()
+        return True
+
+    def _answered(self, fields: tuple[Any, ...], rest: bytes) -> None:
+        answer, asked = self._answer, self._asked
+        if answer is None or asked is None:
+            raise Lost("the keeper of calls broke its protocol")
+        if not answer.done():  # else the call was given up
+            answer.set_result(_answer_of(fields[1:], rest, asked.paths))
+
+    def _ready(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._started.done():
+            self.on_ready()
+        else:
+            self._started.set_result(None)
 
 
-def _failure(report: bytes) -> DSecError:
-    code, _, length, message = _REPORT.unpack(report)
+def _nobody() -> None:
+    """Nobody waits for the worker yet."""
+
+
+def _nobody_loses(why: str) -> None:
+    """Nobody has it, or whoever had it knows."""
+
+
+def _answer_of(fields: tuple[Any, ...], rest: bytes, paths: list[str]) -> Answer:
+    timed_out, truncated, dirty, status, started, run, emptied, *sizes = fields
+    parts, at = [], 0
+    for size in sizes:
+        parts.append(rest[at : at + size])
+        at += size
+    value, stdout, stderr, files = parts
+    return Answer(
+        status, timed_out, truncated, dirty, started / 1e6, run / 1e6, emptied / 1e6,
+        value, stdout, stderr, _files(files, paths),
+    )  # fmt: skip
+
+
+def _failure(code: int, disk_full: int, length: int, message: bytes) -> DSecError:
     name = _CODES[code] if code < len(_CODES) else "internal"
     return from_wire({"code": name, "message": message[:length].decode(errors="replace")})
 
