@@ -11,7 +11,6 @@ on it is the call: it reads its files, runs its code and writes back what that r
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -27,6 +26,7 @@ from typing import Any
 
 WORK = "/tmp/work"  # where a call starts, and its files are
 UID = 65534
+FDS = 6  # with each order to fork: three namespaces, then line, stdout and stderr
 CONTROL = LINE = 3  # the zygote's socket to the keeper; the call's
 _PARENT, _NEWPID, _NEWNS, _NEWIPC = 0x8000, 0x20000000, 0x20000, 0x08000000
 _DUMPABLE = 4
@@ -55,18 +55,30 @@ def serve(imports: list[str]) -> None:
     _rehearse()
     gc.collect()
     gc.freeze()  # so that a collection in a call does not copy every page
-    score = os.open("/proc/self/oom_score_adj", os.O_RDWR)
-    standing = os.read(score, 16)
+    score, standing = _oom_score()
     _checked(_libc.prctl(_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
     control = socket.socket(fileno=CONTROL)
+    room = socket.CMSG_SPACE(FDS * 4)
     while True:
-        order, fds, _, _ = socket.recv_fds(control, 16, 6)
+        order, ancillary, _, _ = control.recvmsg(16, room)
         if not order:
             return
+        fds = struct.unpack(f"={FDS}i", ancillary[0][2])
         pid = _fork_into(fds, score, standing)
-        for fd in fds:
-            os.close(fd)
+        os.closerange(min(fds), max(fds) + 1)  # the zygote opens nothing in between
         control.send(struct.pack("=i", pid))
+
+
+def _oom_score() -> tuple[int, bytes]:
+    """Return the open file of our own score and what it holds; -1 where we may not change it."""
+    score = os.open("/proc/self/oom_score_adj", os.O_RDWR)
+    standing = os.read(score, 16)
+    try:
+        os.write(score, b"1000")
+        os.write(score, standing)
+    except PermissionError:
+        return -1, b""
+    return score, standing
 
 
 def _rehearse() -> None:
@@ -76,19 +88,22 @@ def _rehearse() -> None:
     json.loads(json.dumps(names["main"]({"a": [1.5, "b", None]})))
 
 
-def _fork_into(fds: list[int], score: int, standing: bytes) -> int:
-    """Fork into the PID namespace of the room; return the pid of the call, the keeper's child."""
+def _fork_into(fds: tuple[int, ...], score: int, standing: bytes) -> int:
+    """Fork into the PID namespace of the room; return the pid of the call, the keeper's child.
+
+    Each page that is written between here and the next message is copied once per call.
+    """
     pids, mounts, ipc, *own = fds
     _checked(_libc.setns(pids, _NEWPID), "setns")
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
-    with contextlib.suppress(PermissionError):
+    if score >= 0:
         os.write(score, b"1000")  # inherited: the kernel is to prefer calls
     pid = _libc.syscall(_CLONE, ctypes.c_ulong(_PARENT | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
         api.PyOS_AfterFork_Child()
         _be_call(mounts, ipc, own)
-    with contextlib.suppress(PermissionError):
+    if score >= 0:
         os.write(score, standing)
     api.PyOS_AfterFork_Parent()
     return _checked(pid, "clone")
