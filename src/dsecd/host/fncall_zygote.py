@@ -33,6 +33,10 @@ _DUMPABLE = 4
 _CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 _CLOSE_RANGE = 436
 _libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: we fork in there
+# Looked up here, once: whatever is done first in a fork is done in every one
+_before_fork = ctypes.pythonapi.PyOS_BeforeFork
+_after_fork = ctypes.pythonapi.PyOS_AfterFork_Parent
+_after_fork_in_child = ctypes.pythonapi.PyOS_AfterFork_Child
 
 
 def _checked(result: int, what: str) -> int:
@@ -52,7 +56,8 @@ def serve(imports: list[str]) -> None:
     os.environ.update(HOME=WORK, USER="nobody", LOGNAME="nobody")
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _rehearse()
+    for _ in range(20):  # the interpreter goes on changing code until it has seen it often enough
+        _rehearse()
     gc.collect()
     gc.freeze()  # so that a collection in a call does not copy every page
     score, standing = _oom_score()
@@ -95,17 +100,16 @@ def _fork_into(fds: tuple[int, ...], score: int, standing: bytes) -> int:
     """
     pids, mounts, ipc, *own = fds
     _checked(_libc.setns(pids, _NEWPID), "setns")
-    api = ctypes.pythonapi
-    api.PyOS_BeforeFork()
+    _before_fork()
     if score >= 0:
         os.write(score, b"1000")  # inherited: the kernel is to prefer calls
     pid = _libc.syscall(_CLONE, ctypes.c_ulong(_PARENT | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
-        api.PyOS_AfterFork_Child()
+        _after_fork_in_child()
         _be_call(mounts, ipc, own)
     if score >= 0:
         os.write(score, standing)
-    api.PyOS_AfterFork_Parent()
+    _after_fork()
     return _checked(pid, "clone")
 
 
