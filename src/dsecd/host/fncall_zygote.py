@@ -122,7 +122,6 @@ def _be_call(mounts: int, ipc: int, own: list[int]) -> None:
         _checked(_libc.setns(mounts, _NEWNS), "setns")
         _checked(_libc.setns(ipc, _NEWIPC), "setns")
         _give_up_rights(own)
-        _rehearse()
         os.write(LINE, b"r")
         status = _run(*_receive())
     except SystemExit as end:
