@@ -20,7 +20,7 @@ from dsec_bench.stats import percentile
 from libdsec import DSecClient, DSecContainerRunArgs, DSecFnCallArgs
 
 CODE = "def main(x):\n    return x + 1\n"
-IMPORTS = ("json", "socket", "subprocess")
+IMPORTS = ("asyncio", "decimal", "email.message", "json", "sqlite3", "statistics", "urllib.request")
 PYTHON = "/usr/bin/python3"
 CONCURRENCY = 4
 WARM = 50  # calls before any is counted

@@ -15,6 +15,7 @@ MIB = 1 << 20
 
 def test_every_figure_has_a_part() -> None:
     assert set(DENSITY.figures) == {
+        "fncall_per_s", "fncall_p50_ms", "fncall_vs_fresh_container",
         "live_idle_sandboxes", "paused_python_mib", "resume_ms", "ls_p50_loaded_vs_unloaded",
         "ls_p99_loaded_vs_unloaded", "default_p50_loaded_vs_unloaded",
     }  # fmt: skip

@@ -18,16 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 import msgspec
 
 from dsecd.backends import abc, container_cpu, container_pack, container_pause, container_usage
-from dsecd.backends.abc import (
-    Capabilities,
-    Handle,
-    Instance,
-    Layers,
-    Listener,
-    Save,
-    Usage,
-    Warmth,
-)
+from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
 from dsecd.backends.agent import AgentChannel, open_stream
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Held, Holding
@@ -420,7 +411,7 @@ class ContainerBackend:
     async def usage(self, handle: Handle) -> Usage:
         return await container_usage.measure(self._host, self._holdings[handle.sandbox])
 
-    def warmth(self, handle: Handle) -> Warmth:
+    def warmth(self, handle: Handle) -> abc.Warmth:
         return container_usage.warmth(self._host, self._holdings[handle.sandbox])
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:

@@ -172,8 +172,8 @@ def _process_madvise(scratch: Path) -> str:
 
 def _gpu(scratch: Path) -> str:
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        raise Unsupported("no /dev/nvidia0", reason="no /dev/nvidia0: no driver has a device")
-    raise Unsupported("not passed on", reason="devices are not passed to workers yet")
+        raise Unsupported("no /dev/nvidia*: no driver has a device", reason="no device")
+    raise Unsupported("devices are not passed to workers yet", reason="not built")
 
 
 TRIALS = (
