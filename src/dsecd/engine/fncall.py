@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -37,6 +38,8 @@ from libdsec.model import DSecFnCallArgs, FnCallResult
 
 logger = logging.getLogger("dsecd.fncall")
 _SWEEP_S = 1.0
+_PATIENCE_S = 0.05
+_PROCESSORS = len(os.sched_getaffinity(0))
 
 
 class _Pool:
@@ -48,6 +51,11 @@ class _Pool:
         self.idle: list[Worker] = []  # of these
         self.starting = 0
         self.waiting: deque[asyncio.Future[Worker]] = deque()
+        self.late = 0  # of these, how many have waited for `_PATIENCE_S`
+
+    def leave_late(self) -> None:
+        """One of those that have waited for long waits no more."""
+        self.late -= 1
 
     @property
     def workers(self) -> int:
@@ -56,8 +64,13 @@ class _Pool:
 
     @property
     def hungry(self) -> bool:
-        """Whether more calls wait than workers are being made for them."""
-        return len(self.waiting) > self.starting
+        """Whether a call waits that a worker should be made for.
+
+        Up to two for each processor begin at once: one is restored while the other runs. More are
+        of use only where calls do not use the processor, and these wait for long.
+        """
+        eager = self.workers < 2 * _PROCESSORS
+        return (len(self.waiting) if eager else self.late) > self.starting
 
 
 class Pools:
@@ -148,6 +161,7 @@ class Pools:
         place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         pool.waiting.append(place)
         self._grow()
+        impatience = asyncio.get_running_loop().call_later(_PATIENCE_S, self._late, pool, place)
         try:
             return await place
         except asyncio.CancelledError:
@@ -155,8 +169,15 @@ class Pools:
                 self._give_back(pool, place.result())
             raise
         finally:
+            impatience.cancel()
             with contextlib.suppress(ValueError):
                 pool.waiting.remove(place)
+
+    def _late(self, pool: _Pool, place: asyncio.Future[Worker]) -> None:
+        if not place.done():
+            pool.late += 1
+            place.add_done_callback(lambda _: pool.leave_late())
+            self._grow()
 
     def _give_back(self, pool: _Pool, worker: Worker) -> None:
         """The worker is ready for the next call."""
