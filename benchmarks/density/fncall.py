@@ -93,10 +93,14 @@ def _call(value: int) -> int:
 
 
 async def pooled(seconds: float) -> Measured:
-    """`multiprocessing` with a process per call, which is what isolates them from each other."""
+    """`multiprocessing` with a process per call, which is what isolates them from each other.
+
+    Its processes are forked by a server of its own: this one has threads, whose locks a fork keeps.
+    """
     loop = asyncio.get_running_loop()
-    spawning = multiprocessing.get_context("fork")
-    with spawning.Pool(CONCURRENCY, maxtasksperchild=1) as pool:
+    serving = multiprocessing.get_context("forkserver")
+    serving.set_forkserver_preload([__name__])
+    with serving.Pool(CONCURRENCY, maxtasksperchild=1) as pool:
 
         async def one() -> None:
             if await loop.run_in_executor(None, pool.apply, _call, (1,)) != 2:

@@ -16,6 +16,7 @@ static _Noreturn void keep(const struct fncall_args *args, int channel)
     struct role role = { .user = { (const uint8_t *)"root", 4 } };
     child_enter(&fds, &role, &who);
     prctl(PR_SET_NAME, "dsec-fncall", 0, 0, 0);
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0); /* the change of identity may have set it */
     keeper_open(&keeper, args, &who);
     fncall_loop(&keeper);
 }

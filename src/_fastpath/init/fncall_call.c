@@ -40,7 +40,8 @@ struct running {
     uint8_t *text; /* the paths, then the body */
     size_t sent;   /* of the body */
     struct output outputs[OUTPUTS];
-    uint8_t *files;
+    uint8_t *files; /* `room` bytes, or NULL */
+    size_t room;
     struct done done;
 };
 
@@ -200,16 +201,16 @@ static size_t bring(struct running *run, int fd, uint32_t index, uint8_t *to, si
 
 static void bring_files(struct running *run, int work, size_t used)
 {
-    size_t room = run->ask.answer_limit > used ? run->ask.answer_limit - used : 0;
     const char *path = (const char *)run->text, *end = path + run->ask.paths;
-    if (!run->ask.paths || !room || end[-1] || !(run->files = map_alloc(room)))
+    run->room = run->ask.answer_limit > used ? run->ask.answer_limit - used : 0;
+    if (!run->ask.paths || !run->room || end[-1] || !(run->files = map_alloc(run->room)))
         return;
     for (uint32_t index = 0; path < end; index++, path += strlen(path) + 1) {
         int fd = open_file(work, path);
         if (fd < 0)
             continue;
         uint32_t *n = &run->done.files;
-        *n += (uint32_t)bring(run, fd, index, run->files + *n, room - *n);
+        *n += (uint32_t)bring(run, fd, index, run->files + *n, run->room - *n);
         close(fd);
     }
 }
@@ -262,6 +263,6 @@ _Noreturn void fncall_loop(const struct keeper *keeper)
         answer(keeper, &room, &run);
         room_close(&room);
         map_free(run.text, text_size(&run));
-        map_free(run.files, run.ask.answer_limit);
+        map_free(run.files, run.room);
     }
 }

@@ -13,8 +13,6 @@ from libdsec.model import DSecContainerRunArgs, DSecFnCallArgs, FnCallResult
 
 LABEL = "dsec.fncall"  # on each worker
 ANSWER_BYTES = 3 << 20  # of all its parts: it travels in one frame of the wire
-# What imports may write where all is read-only for calls, and what must not be taken from there
-_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def environment_of(owner: str, args: DSecFnCallArgs) -> Environment:
@@ -32,7 +30,6 @@ def environment_of(owner: str, args: DSecFnCallArgs) -> Environment:
         network_rules=args.network_rules,
         policy=args.policy,
         strict=args.strict,
-        env=_ENV,
         labels={LABEL: args.pool},
     )
     return Environment(owner, args.pool, worker, args.imports, args.files_limit_mb << 20)

@@ -137,7 +137,7 @@ class Worker(asyncio.Protocol):
         network = bool(self.sandbox.address)
         imports = json.dumps(environment.imports).encode()
         wanted = {
-            "argv": [b"python3", b"-I", b"-c", _program.encode(), imports],
+            "argv": [b"python3", b"-IB", b"-c", _program.encode(), imports],
             "filter": b"" if network else unix_only_filter(),
             "files_bytes": environment.files_bytes,
             "network": network,

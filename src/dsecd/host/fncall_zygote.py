@@ -56,7 +56,8 @@ def serve(imports: list[str]) -> None:
     os.environ.update(HOME=WORK, USER="nobody", LOGNAME="nobody")
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for _ in range(20):  # the interpreter goes on changing code until it has seen it often enough
+    _refuse_shared_memory()
+    for _ in range(20):  # the interpreter rewrites code until it has run often enough
         _rehearse()
     gc.collect()
     gc.freeze()  # so that a collection in a call does not copy every page
@@ -74,6 +75,18 @@ def serve(imports: list[str]) -> None:
         control.send(struct.pack("=i", pid))
 
 
+def _refuse_shared_memory() -> None:
+    """A fork shares it with us, and so with each fork after it: nothing could clean that."""
+    where = ""
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            name, _, flags = line.partition(":")
+            if "-" in name.split(" ", 1)[0]:
+                where = line.strip()
+            elif name == "VmFlags" and {"sh", "mw"} <= set(flags.split()):
+                raise RuntimeError(f"a module that was imported shares memory with forks: {where}")
+
+
 def _oom_score() -> tuple[int, bytes]:
     """Return the open file of our own score and what it holds; -1 where we may not change it."""
     score = os.open("/proc/self/oom_score_adj", os.O_RDWR)
@@ -87,7 +100,7 @@ def _oom_score() -> tuple[int, bytes]:
 
 
 def _rehearse() -> None:
-    """Do what every call does: modules are then imported, and pages of a fork already its own."""
+    """Do what every call does: its modules are then imported, and its code has settled."""
     names: dict[str, Any] = {}
     exec(compile("def main(x): return [x]", "<fncall>", "exec"), names)
     json.loads(json.dumps(names["main"]({"a": [1.5, "b", None]})))
@@ -139,6 +152,8 @@ def _be_call(mounts: int, ipc: int, own: list[int]) -> None:
 def _give_up_rights(own: list[int]) -> None:
     os.setsid()
     line, out, err = own
+    # Not the zygote's: locks and flags of one open file are shared by all who inherit it
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     os.dup2(line, LINE, inheritable=False)
     os.dup2(out, 1)
     os.dup2(err, 2)
