@@ -249,8 +249,13 @@ async def test_connections_of_a_call_are_not_found_by_the_next(
     assert len(workers(running)) > 3
 
 
-async def test_two_thousand_rounds_find_nothing_of_the_call_before(client: DSecClient) -> None:
-    """Each call looks for traces of any call before it, then leaves some of its own."""
+async def test_two_thousand_rounds_find_nothing_of_the_call_before(
+    client: DSecClient, running: Daemon
+) -> None:
+    """Each call looks for traces of any call before it, then leaves some of its own.
+
+    In the same two workers all the time: one that was replaced would have nothing to find.
+    """
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)
     plans = [
@@ -268,5 +273,6 @@ async def test_two_thousand_rounds_find_nothing_of_the_call_before(client: DSecC
             planted[kind] = planted.get(kind, 0) + 1
         number += 1
     assert number == ROUNDS
+    assert len(workers(running)) == 2
     missing = set(fncall_traces.KINDS) - set(planted) - set(fncall_traces.REFUSED)
     assert not missing, f"these could never be planted, so nothing was tested: {missing}"

@@ -254,10 +254,15 @@ static void room_make(const struct keeper *keeper, struct room *room, int fds[RO
 /* Have the zygote fork into the room: namespaces, then the call's line, stdout and stderr. */
 static void room_enter(const struct keeper *keeper, struct room *room, int fds[MAX_FDS])
 {
+    struct {
+        uint8_t kind, unused[3];
+        int32_t pid;
+    } forked;
     if (!send_fds(keeper->zygote, fds, MAX_FDS) ||
-        message_of(keeper->zygote, NULL, 0) != sizeof room->call)
+        message_of(keeper->zygote, NULL, 0) != sizeof forked)
         zygote_failed(keeper);
-    memcpy(&room->call, message, sizeof room->call);
+    memcpy(&forked, message, sizeof forked);
+    room->call = forked.pid;
     for (size_t i = 0; i < MAX_FDS; i++)
         close(fds[i]);
 }

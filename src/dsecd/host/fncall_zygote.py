@@ -26,6 +26,7 @@ from typing import Any
 
 WORK = "/tmp/work"  # where a call starts, and its files are
 UID = 65534
+FORKED = 5  # REPORT_READY of the keeper: the kind of our only message, the pid behind it
 FDS = 6  # with each order to fork: three namespaces, then line, stdout and stderr
 CONTROL = LINE = 3  # the zygote's socket to the keeper; the call's
 _PARENT, _NEWPID, _NEWNS, _NEWIPC = 0x8000, 0x20000000, 0x20000, 0x08000000
@@ -72,7 +73,7 @@ def serve(imports: list[str]) -> None:
         fds = struct.unpack(f"={FDS}i", ancillary[0][2])
         pid = _fork_into(fds, score, standing)
         os.closerange(min(fds), max(fds) + 1)  # the zygote opens nothing in between
-        control.send(struct.pack("=i", pid))
+        control.send(struct.pack("=B3xi", FORKED, pid))
 
 
 def _refuse_shared_memory() -> None:
