@@ -109,7 +109,6 @@ class Calls:
         return self.result
 
 
-@pytest.mark.asyncio
 async def test_a_key_is_made_once_while_it_runs_and_after() -> None:
     known, calls = KnownCalls(), Calls()
     waits = [asyncio.create_task(known.once("a", "k", CALL, calls.make)) for _ in range(3)]
@@ -124,7 +123,6 @@ async def test_a_key_is_made_once_while_it_runs_and_after() -> None:
         await known.once("a", "k", with_(input=1), calls.make)
 
 
-@pytest.mark.asyncio
 async def test_a_lost_wait_leaves_the_call_and_given_up_it_ends() -> None:
     known, calls = KnownCalls(), Calls()
     waits = [asyncio.create_task(known.once("a", "k", CALL, calls.make)) for _ in range(2)]
@@ -133,14 +131,11 @@ async def test_a_lost_wait_leaves_the_call_and_given_up_it_ends() -> None:
         wait.cancel()
         await asyncio.gather(wait, return_exceptions=True)
         known.give_up("a", "k")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
     calls.go.set()
     await known.once("a", "k", CALL, calls.make)
     assert calls.made == 2  # the first one was killed when nobody was left
 
 
-@pytest.mark.asyncio
 async def test_a_failure_is_not_kept() -> None:
     known, calls = KnownCalls(), Calls()
     calls.go.set()
@@ -154,7 +149,6 @@ async def test_a_failure_is_not_kept() -> None:
     assert await known.once("a", "k", CALL, calls.make) is calls.result
 
 
-@pytest.mark.asyncio
 async def test_results_are_kept_within_bounds() -> None:
     known, calls = KnownCalls(), Calls()
     calls.go.set()

@@ -45,9 +45,7 @@ class KnownCalls:
         place = (owner, key)
         call = self._running.get(place) or self._ended.get(place)
         if call is None:
-            task = asyncio.get_running_loop().create_task(make(), name="fncall")
-            call = self._running[place] = _Call(args, task)
-            task.add_done_callback(lambda _: self._over(place))
+            call = self._running[place] = self._begin(place, args, make)
         elif call.args != args:
             raise AlreadyExists(f"key {key!r} was used for a different call")
         call.waiters += 1
@@ -56,10 +54,17 @@ class KnownCalls:
         finally:
             call.waiters -= 1
 
+    def _begin(self, place: tuple[str, str], args: DSecFnCallArgs, make: Make) -> _Call:
+        task = asyncio.get_running_loop().create_task(make(), name="fncall")
+        call = _Call(args, task)
+        task.add_done_callback(lambda _: self._over(place, call))
+        return call
+
     def give_up(self, owner: str, key: str) -> None:
         """Kill the call unless somebody else waits for it."""
         call = self._running.get((owner, key))
         if call is not None and not call.waiters:
+            del self._running[owner, key]  # asked for again it is made anew
             call.task.cancel()
 
     def close(self) -> None:
@@ -67,8 +72,10 @@ class KnownCalls:
         for call in self._running.values():
             call.task.cancel()
 
-    def _over(self, place: tuple[str, str]) -> None:
-        call = self._running.pop(place)
+    def _over(self, place: tuple[str, str], call: _Call) -> None:
+        if self._running.get(place) is not call:
+            return  # given up
+        del self._running[place]
         if call.task.cancelled() or call.task.exception() is not None:
             return
         result = call.task.result()
