@@ -213,6 +213,8 @@ class Worker(asyncio.Protocol):
                 pass
         except (Lost, DSecError) as error:
             self._lose(error)
+        except (IndexError, struct.error):
+            self._lose(Lost("the keeper of calls broke its protocol"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(Lost("the keeper of calls ended"))
