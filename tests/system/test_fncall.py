@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from libdsec import DSecClient, DSecFnCallArgs
+from libdsec import DSecClient, DSecContainerRunArgs, DSecFnCallArgs
 from libdsec.errors import (
     AlreadyExists,
     DSecError,
@@ -122,6 +122,26 @@ async def test_what_cannot_be_is_said(client: DSecClient) -> None:
         await client.run_fncall(call("def main(): pass", files={"../x": b""}))
     with pytest.raises(Unsupported, match="no_such_module"):
         await client.run_fncall(call("def main(): pass", imports=["no_such_module"]))
+
+
+async def test_imports_that_forks_would_share_are_refused(client: DSecClient) -> None:
+    """What a call writes to such memory the next would find; a lock that a thread holds it keeps."""
+    modules = {
+        "sharing": "import mmap\nkept = mmap.mmap(-1, 4096)\n",
+        "threaded": "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+    }
+    sandbox = await client.run_container(DSecContainerRunArgs(container_image=IMAGE))
+    for name, text in modules.items():
+        await sandbox.files.write(f"/usr/lib/python3/dist-packages/{name}.py", text)
+    await sandbox.pack_diff("snapshot/modules")
+    await sandbox.stop()
+    args = msgspec.structs.replace(call("def main(): pass"), container_image="snapshot/modules")
+    for name, why in (("sharing", "shares memory"), ("threaded", "threads")):
+        with pytest.raises(Unsupported, match=why):
+            await client.run_fncall(msgspec.structs.replace(args, imports=[name]))
+    late = msgspec.structs.replace(args, code="def main():\n import sharing, threaded; return 1")
+    assert (await client.run_fncall(late)).value == 1
 
 
 async def test_a_call_given_up_is_killed(client: DSecClient, running: Daemon) -> None:

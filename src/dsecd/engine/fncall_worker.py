@@ -40,6 +40,8 @@ _CODES = (  # `code_names` of init/child.c
     "invalid_argument", "not_found", "already_exists", "wrong_state", "permission_denied",
     "unsupported", "exhausted", "internal",
 )  # fmt: skip
+# Libraries of linear algebra start threads when they are imported, which no fork would have
+_ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 _program = inspect.getsource(fncall_zygote)
 
 
@@ -138,6 +140,7 @@ class Worker(asyncio.Protocol):
         imports = json.dumps(environment.imports).encode()
         wanted = {
             "argv": [b"python3", b"-IB", b"-c", _program.encode(), imports],
+            "env": _ENV,
             "filter": b"" if network else unix_only_filter(),
             "files_bytes": environment.files_bytes,
             "network": network,

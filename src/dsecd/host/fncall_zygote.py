@@ -57,6 +57,7 @@ def serve(imports: list[str]) -> None:
     os.environ.update(HOME=WORK, USER="nobody", LOGNAME="nobody")
     os.umask(0o022)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _refuse_threads()
     _refuse_shared_memory()
     for _ in range(20):  # the interpreter rewrites code until it has run often enough
         _rehearse()
@@ -74,6 +75,12 @@ def serve(imports: list[str]) -> None:
         pid = _fork_into(fds, score, standing)
         os.closerange(min(fds), max(fds) + 1)  # the zygote opens nothing in between
         control.send(struct.pack("=B3xi", FORKED, pid))
+
+
+def _refuse_threads() -> None:
+    """A fork has none of them, but whatever they held when it was made; no handler is run for it."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("a module that was imported has started threads: import it in the call")
 
 
 def _refuse_shared_memory() -> None:
