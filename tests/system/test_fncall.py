@@ -125,7 +125,7 @@ async def test_what_cannot_be_is_said(client: DSecClient) -> None:
 
 
 async def test_imports_that_forks_would_share_are_refused(client: DSecClient) -> None:
-    """What a call writes to such memory the next would find; a lock that a thread holds it keeps."""
+    """What a call writes to such memory the next would find; locks of threads would stay held."""
     modules = {
         "sharing": "import mmap\nkept = mmap.mmap(-1, 4096)\n",
         "threaded": "import threading, time\n"

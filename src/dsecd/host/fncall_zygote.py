@@ -78,7 +78,7 @@ def serve(imports: list[str]) -> None:
 
 
 def _refuse_threads() -> None:
-    """A fork has none of them, but whatever they held when it was made; no handler is run for it."""
+    """A fork has none of them, but the locks that they held when it was made."""
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a module that was imported has started threads: import it in the call")
 
