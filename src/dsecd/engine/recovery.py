@@ -93,7 +93,7 @@ async def _free_one(manager: Manager, row: Row) -> None:
     with log.about(row.id):
         sandbox = _sandbox(manager, row)
         sandbox.handle = handle
-        if row.state == "intent":
+        if row.state == "intent" or row.own:
             await _free(manager, sandbox, handle)
             manager.journal.drop(row.id)
             return

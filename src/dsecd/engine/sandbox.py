@@ -15,7 +15,7 @@ from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
 from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
 from dsecd.secrets.secret import digest
-from libdsec.errors import DSecError
+from libdsec.errors import DSecError, WrongState
 from libdsec.model import CpuClass, DSecContainerRunArgs, SandboxInfo, State
 from libdsec.model_layers import ImportStage
 
@@ -78,6 +78,16 @@ class Sandbox:
     def wanted(self) -> bool:
         """Whether it has neither ended nor is being ended."""
         return self.state == "creating" or self.state in ALIVE
+
+    def carries(self, labels: dict[str, str]) -> bool:
+        """Whether all of `labels` are among its own."""
+        return all(self.args.labels.get(key) == value for key, value in labels.items())
+
+    def require_alive(self) -> None:
+        """Raise `WrongState`, and why it ended, unless it is running or paused."""
+        if self.state not in ALIVE:
+            why = f": {self.reason}" if self.reason else ""
+            raise WrongState(f"sandbox {self.id} is {self.state}{why}", state=self.state)
 
     def lock(self) -> asyncio.Lock:
         """One checkpoint, rollback, pack, pause or resumption at a time."""
