@@ -17,6 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from dsecd.log import DELAY_S
 from libdsec import DSecClient, DSecContainerRunArgs, DSecFnCallArgs
 from libdsec.errors import (
     AlreadyExists,
@@ -154,11 +155,12 @@ async def test_a_call_given_up_is_killed(client: DSecClient, running: Daemon) ->
         await slow
     for _ in range(4):
         assert (await client.run_fncall(args)).value == 1
-    assert len(workers(running)) <= 2  # that of the call killed serves again
+    assert len(await workers(running)) <= 2  # that of the call killed serves again
 
 
-def workers(running: Daemon) -> list[str]:
+async def workers(running: Daemon) -> list[str]:
     """Ids of workers made so far: no client is told."""
+    await asyncio.sleep(2 * DELAY_S)  # a warm call ends before the log is written
     return re.findall(r'"message":"created".*?"sandbox":"([^"]+)"', running.log())
 
 
@@ -177,7 +179,7 @@ def keepers() -> dict[int, list[int]]:
 async def test_no_client_reaches_a_worker(client: DSecClient, running: Daemon) -> None:
     """A command in there could stay, and read the next call."""
     assert (await client.run_fncall(call("def main(): return 1"))).ok
-    (name,) = workers(running)
+    (name,) = await workers(running)
     assert await client.list_sandboxes() == []
     with pytest.raises(NotFound):
         await client.connect(name)
@@ -192,7 +194,7 @@ async def test_no_client_reaches_a_worker(client: DSecClient, running: Daemon) -
         with pytest.raises(NotFound):
             await link.call(op, {"id": name}, dict)
     assert (await client.run_fncall(call("def main(): return 2"))).value == 2
-    assert workers(running) == [name]
+    assert await workers(running) == [name]
 
 
 @pytest.mark.parametrize("victim", ["keeper", "zygote"])
@@ -212,7 +214,7 @@ async def test_a_broken_worker_is_replaced(client: DSecClient, victim: str) -> N
 async def test_workers_end_with_the_daemon(client: DSecClient, running: Daemon) -> None:
     before = keepers()
     assert (await client.run_fncall(call("def main(): return 1"))).ok
-    (name,) = workers(running)
+    (name,) = await workers(running)
     (keeper,) = keepers().keys() - before.keys()
     await running.end(signal.SIGKILL)
     await running.start()
@@ -244,7 +246,7 @@ async def test_environments_do_not_share_workers(client: DSecClient, running: Da
     args = call("def main(): return 1")
     for wanted in (args, msgspec.structs.replace(args, pool="b"), args):
         assert (await client.run_fncall(wanted)).ok
-    assert len(set(workers(running))) == 2
+    assert len(set(await workers(running))) == 2
 
 
 async def test_connections_of_a_call_are_not_found_by_the_next(
@@ -266,7 +268,7 @@ async def test_connections_of_a_call_are_not_found_by_the_next(
         done = await client.run_fncall(call(code, network="nat", input=connects))
         assert done.ok, done.stderr
         assert done.value == []
-    assert len(workers(running)) > 3
+    assert len(await workers(running)) > 3
 
 
 async def test_two_thousand_rounds_find_nothing_of_the_call_before(
@@ -293,6 +295,6 @@ async def test_two_thousand_rounds_find_nothing_of_the_call_before(
             planted[kind] = planted.get(kind, 0) + 1
         number += 1
     assert number == ROUNDS
-    assert len(workers(running)) == 2
+    assert len(await workers(running)) == 2
     missing = set(fncall_traces.KINDS) - set(planted) - set(fncall_traces.REFUSED)
     assert not missing, f"these could never be planted, so nothing was tested: {missing}"
