@@ -2,8 +2,9 @@
 
 A pool belongs to one owner and one environment (layers, imports, limits), so a worker never sees
 two tenants. It grows while calls wait, up to what the configuration allows; a worker that is idle
-for `idle_s` ends, and earlier when another pool waits for its place. Waiting calls of a pool are
-served in their order; a place that gets free goes to the pool with the fewest workers.
+for `idle_s` ends, and earlier when another pool waits for its place or the host is short of memory:
+the reclaimer leaves workers alone, for they are in use as far as it knows. Waiting calls of a pool
+are served in their order; a place that gets free goes to the pool with the fewest workers.
 
 Pools are not durable: their workers are sandboxes of the engine's own, which a restart of the
 daemon ends.
@@ -14,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -33,44 +33,59 @@ from dsecd.engine.fncall_calls import (
 from dsecd.engine.fncall_known import KnownCalls
 from dsecd.engine.fncall_worker import Environment, Lost, Worker
 from dsecd.engine.manager import Manager
-from libdsec.errors import DSecError, Exhausted, Unavailable
+from dsecd.engine.waiter import completed
+from libdsec.errors import DSecError, Exhausted, Internal, Unavailable
 from libdsec.model import DSecFnCallArgs, FnCallResult
 
 logger = logging.getLogger("dsecd.fncall")
 _SWEEP_S = 1.0
 _PATIENCE_S = 0.05
-_PROCESSORS = len(os.sched_getaffinity(0))
+_REST_S = 1.0  # after a worker could not be made, where others serve
+_SHORT_IDLE_S = 5.0  # instead of `idle_s`, when the host is short of memory
 
 
 class _Pool:
-    """The workers of one environment."""
+    """The workers of one environment, and the calls that wait for one.
 
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
+    Up to `eager` workers are begun as soon as calls wait: with two for each processor one is
+    restored while the other runs. More are of use only where calls do not use the processor, and
+    these wait for long.
+    """
+
+    def __init__(self, environment: Environment, eager: int) -> None:
+        self.environment, self._eager = environment, eager
         self.live: set[Worker] = set()
         self.idle: list[Worker] = []  # of these
         self.starting = 0
+        self.rests_until = 0.0  # loop time: until then those that there are must do
         self.waiting: deque[asyncio.Future[Worker]] = deque()
-        self.late = 0  # of these, how many have waited for `_PATIENCE_S`
-
-    def leave_late(self) -> None:
-        """One of those that have waited for long waits no more."""
-        self.late -= 1
+        self.late: set[asyncio.Future[Worker]] = set()  # of these, for more than `_PATIENCE_S`
 
     @property
     def workers(self) -> int:
         """How many there are, those that are being made included."""
         return len(self.live) + self.starting
 
-    @property
-    def hungry(self) -> bool:
-        """Whether a call waits that a worker should be made for.
+    def hungry(self, now: float) -> bool:
+        """Whether a call waits that a worker should be made for."""
+        if self.workers and now < self.rests_until:
+            return False
+        eager = self.workers < self._eager
+        return (len(self.waiting) if eager else len(self.late)) > self.starting
 
-        Up to two for each processor begin at once: one is restored while the other runs. More are
-        of use only where calls do not use the processor, and these wait for long.
-        """
-        eager = self.workers < 2 * _PROCESSORS
-        return (len(self.waiting) if eager else self.late) > self.starting
+    def take_waiting(self) -> Iterator[asyncio.Future[Worker]]:
+        """Take the calls that still wait from the queue, the first first."""
+        while self.waiting:
+            place = self.waiting.popleft()
+            self.late.discard(place)
+            if not place.done():
+                yield place
+
+    def leave(self, place: asyncio.Future[Worker]) -> None:
+        """This call waits no more."""
+        self.late.discard(place)
+        with contextlib.suppress(ValueError):
+            self.waiting.remove(place)
 
 
 class Pools:
@@ -78,6 +93,7 @@ class Pools:
 
     def __init__(self, manager: Manager, config: FnCall) -> None:
         self._manager, self._config = manager, config
+        self._eager = 2 * manager.admission.host.cpus
         self._pools: dict[bytes, _Pool] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sweeper: asyncio.Task[Any] | None = None
@@ -148,7 +164,7 @@ class Pools:
         key = msgspec.msgpack.encode(environment)
         pool = self._pools.get(key)
         if pool is None:
-            pool = self._pools[key] = _Pool(environment)
+            pool = self._pools[key] = _Pool(environment, self._eager)
         return pool
 
     async def _take(self, pool: _Pool) -> Worker:
@@ -170,20 +186,18 @@ class Pools:
             raise
         finally:
             impatience.cancel()
-            with contextlib.suppress(ValueError):
-                pool.waiting.remove(place)
+            pool.leave(place)
 
     def _late(self, pool: _Pool, place: asyncio.Future[Worker]) -> None:
         if not place.done():
-            pool.late += 1
-            place.add_done_callback(lambda _: pool.leave_late())
+            pool.late.add(place)
             self._grow()
 
     def _give_back(self, pool: _Pool, worker: Worker) -> None:
         """The worker is ready for the next call."""
         if worker not in pool.live:
             return
-        for place in _open(pool):
+        for place in pool.take_waiting():
             place.set_result(worker)
             return
         worker.idle_since = asyncio.get_running_loop().time()
@@ -210,15 +224,18 @@ class Pools:
         if self._closed:
             return
         self._sweeper = self._sweeper or self._spawn(self._sweep())
-        while hungry := [p for p in self._pools.values() if p.hungry and self._may_grow(p)]:
+        now = asyncio.get_running_loop().time()
+        while hungry := [p for p in self._pools.values() if self._may_grow(p) and p.hungry(now)]:
             pool = min(hungry, key=lambda p: p.workers)
+            ended = None
             if sum(p.workers for p in self._pools.values()) >= self._config.workers:
                 victim = self._longest_idle()
                 if victim is None:
                     return
                 self._remove(*victim, "its place was wanted")
+                ended = victim[1]
             pool.starting += 1
-            self._spawn(self._start(pool))
+            self._spawn(self._start(pool, ended))
 
     def _may_grow(self, pool: _Pool) -> bool:
         return pool.workers < self._config.workers_each
@@ -229,15 +246,17 @@ class Pools:
             return None
         return min(idle, key=lambda each: each[1].idle_since)
 
-    async def _start(self, pool: _Pool) -> None:
+    async def _start(self, pool: _Pool, ended: Worker | None) -> None:
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
+                if ended is not None:
+                    await completed(ended.sandbox.gone)  # its memory is admitted again then
                 worker = await Worker.start(self._manager, pool.environment)
-        except (DSecError, Lost, TimeoutError) as error:
+        except Exception as error:
             pool.starting -= 1
-            self._refuse(pool, error)
+            self._refuse(pool, self._why(error))
             return
-        except BaseException:
+        except asyncio.CancelledError:
             pool.starting -= 1
             raise
         pool.starting -= 1
@@ -246,18 +265,26 @@ class Pools:
         worker.on_lost = lambda why: self._drop(pool, worker, why)
         self._give_back(pool, worker)
 
-    def _refuse(self, pool: _Pool, error: DSecError | Lost | TimeoutError) -> None:
-        """No worker could be made: one call learns it, all if there is none to wait for."""
+    def _why(self, error: Exception) -> DSecError:
+        """Return what callers are told of a worker that could not be made."""
+        if isinstance(error, DSecError):
+            return error
         if isinstance(error, TimeoutError):
-            error = Unavailable(f"no worker was ready in {self._config.start_timeout_s:g} s")
-        elif isinstance(error, Lost):
-            error = Unavailable(f"a worker did not start: {error}")
+            return Unavailable(f"no worker was ready in {self._config.start_timeout_s:g} s")
+        if isinstance(error, Lost):
+            return Unavailable(f"a worker did not start: {error}")
+        logger.error("a worker did not start", exc_info=error)
+        return Internal(f"a worker did not start: {error!r}; see the daemon's log")
+
+    def _refuse(self, pool: _Pool, error: DSecError) -> None:
+        """No worker could be made: the calls that wait learn it, unless others will serve them."""
         log.event(logger, logging.WARNING, "no worker", why=error.message)
-        for place in _open(pool):
-            place.set_exception(type(error)(error.message, **error.detail))
-            if pool.workers:
-                break
-        self._grow()
+        if pool.workers:
+            pool.rests_until = asyncio.get_running_loop().time() + _REST_S
+        else:
+            for place in pool.take_waiting():
+                place.set_exception(type(error)(error.message, **error.detail))
+        self._grow()  # another pool may have the place
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(work, name="fncall")
@@ -266,15 +293,19 @@ class Pools:
         return task
 
     async def _sweep(self) -> None:
-        """End workers that nobody wanted for a while, and forget empty pools."""
+        """End workers that nobody wanted for a while, forget empty pools, try again to grow."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            oldest = asyncio.get_running_loop().time() - self._config.idle_s
+            idle_s = self._config.idle_s
+            if self._manager.admission.above_target_bytes():
+                idle_s = min(idle_s, _SHORT_IDLE_S)
+            oldest = asyncio.get_running_loop().time() - idle_s
             for key, pool in list(self._pools.items()):
                 for worker in [w for w in pool.idle if w.idle_since < oldest]:
                     self._remove(pool, worker, "idle")
                 if not pool.workers and not pool.waiting:
                     del self._pools[key]
+            self._grow()
 
     async def close(self) -> None:
         """Begin to end every worker; the manager frees them."""
@@ -284,16 +315,8 @@ class Pools:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for pool in self._pools.values():
-            for place in _open(pool):
+            for place in pool.take_waiting():
                 place.set_exception(Unavailable("dsecd is shutting down"))
             for worker in tuple(pool.live):
                 self._remove(pool, worker, "dsecd was stopped")
         self._pools.clear()
-
-
-def _open(pool: _Pool) -> Iterator[asyncio.Future[Worker]]:
-    """Take the calls that still wait from the queue, the first first."""
-    while pool.waiting:
-        place = pool.waiting.popleft()
-        if not place.done():
-            yield place

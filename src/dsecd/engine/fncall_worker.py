@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
+from dsecd.engine import own
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.host import fncall_zygote
@@ -105,7 +105,6 @@ class Worker(asyncio.Protocol):
         self.on_ready: Callable[[], None] = _nobody
         self.on_lost: Callable[[str], None] = _nobody_loses
         self._manager = manager
-        self._used = False  # by us, as far as the manager knows
         self._transport: asyncio.Transport | None = None
         self._unread = bytearray()
         self._asked: Asked | None = None
@@ -119,15 +118,8 @@ class Worker(asyncio.Protocol):
 
         Raises what making a sandbox raises, and `Unsupported` with what Python says.
         """
-        key, owner, args = f"fncall-{secrets.token_hex(16)}", wanted.owner, wanted.worker
-        await manager.policies.ready(args, args.strict)
-        sandbox = manager.request(owner, key, args)
-        sandbox.own = True
-        worker = cls(manager, sandbox)
+        worker = cls(manager, await own.create(manager, wanted.owner, "fncall", wanted.worker))
         try:
-            await manager.create(owner, key, args)
-            manager.use(sandbox)
-            worker._used = True
             await worker._connect(wanted)
         except BaseException:
             worker.end("its start failed")
@@ -180,13 +172,10 @@ class Worker(asyncio.Protocol):
         self._deadline = asyncio.get_running_loop().call_later(seconds, self._lose, Lost(late))
 
     def end(self, reason: str) -> None:
-        """Begin to end the sandbox, and with it whatever is left."""
+        """Begin to end the sandbox, and with it whatever is left; once."""
         self.on_lost = _nobody_loses
         self._lose(Lost(reason))
-        if self._used:
-            self._used = False
-            self._manager.leave(self.sandbox)
-        self._manager.begin_stop(self.sandbox, f"fncall: {reason}")
+        own.end(self._manager, self.sandbox, f"fncall: {reason}")
 
     def _lose(self, error: Exception) -> None:
         transport, self._transport = self._transport, None
