@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from libdsec.model_pause import CpuClass
 from libdsec.model_policy import NetworkMode
 
 
@@ -14,11 +15,11 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     `container_image`, `workspace` and `toolkits` are the layers that it depends on, `imports` the
     modules that are imported before it is made: with the limits of memory, processors, processes
-    and files, the network's policy and the name `pool` they choose the pool, whose workers are
-    warm. `code` is Python text that defines the function `entry`; or
-    `entry` is ``module:function`` of the layers. It is given `input`, if that is not None, and what
-    it returns must be something that JSON holds. With `argv` a program runs instead, `input` as
-    JSON on its stdin.
+    and files, the class of CPU use, the network's policy and the name `pool` they choose the pool,
+    whose workers are warm. `code` is Python text that defines the function `entry`; or `entry` is
+    ``module:function`` of the layers. It is given `input`, if that is not None, and what it returns
+    must be something that JSON holds. With `argv` a program runs instead, `input` as JSON on its
+    stdin.
 
     `files` (relative path → content) are there when it begins, in the directory it begins in;
     `outputs` are the paths below it to bring back. What it writes lives in memory, at most
@@ -28,7 +29,8 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 
     `network`, `network_rules`, `policy` and `strict` are those of `DSecContainerRunArgs`; without
     them a call has no socket but unix ones. With `key` the same call is made once, however often it
-    is asked for: a repeat gets the result of the first, for ten minutes.
+    is asked for: a repeat gets the result of the first, for ten minutes. It is made anew only if
+    its worker was lost.
     """
 
     container_image: str
@@ -46,6 +48,7 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
     cpu_limit_s: float = 60.0
     memory_limit_mb: int = 512
     cpu_cores_limit: float = 1.0
+    cpu_class: CpuClass = "standard"
     files_limit_mb: int = 64
     output_limit_kb: int = 256
     pids_limit: int = 128
@@ -60,8 +63,8 @@ class DSecFnCallArgs(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=T
 class FnCallResult(msgspec.Struct, omit_defaults=True, kw_only=True):
     """How a call ended. Of `exit_code` and `signal` one is set; 0 is a value returned.
 
-    Times in seconds: `queued_s` until a worker was free, `started_s` from there to the first line
-    of the call, `run_s` to its end, `restored_s` until nothing of it was left.
+    Times in seconds: `queued_s` until a worker was free, `started_s` until the process that waited
+    there was given the request, `run_s` to its end, `restored_s` until nothing of it was left.
     """
 
     value_json: bytes = b""

@@ -39,7 +39,11 @@ def with_(**changes: object) -> DSecFnCallArgs:
         ({"outputs": ["a\0b"]}, "outputs"),
         ({"outputs": ["a/"]}, "outputs"),
         ({"imports": ["os; import sys"]}, "imports"),
-        ({"env": {"A": "b\0"}}, "argv"),
+        ({"outputs": ["a" * 5000]}, "outputs"),
+        ({"argv": ["a\0"], "code": ""}, "argv"),
+        ({"env": {"A": "b\0"}}, "env"),
+        ({"env": {"A=B": "c"}}, "env"),
+        ({"env": {"": "c"}}, "env"),
         ({"key": ""}, "key"),
         ({"pool": "p" * 129}, "pool"),
     ],
@@ -56,6 +60,7 @@ def test_a_pool_is_of_one_owner_and_environment() -> None:
     assert environment_of("b", CALL) != base
     for changes in (
         {"imports": ["json"]}, {"memory_limit_mb": 64}, {"cpu_cores_limit": 2.0}, {"pool": "b"},
+        {"cpu_class": "best_effort"},
         {"pids_limit": 3}, {"files_limit_mb": 3}, {"network": "nat"}, {"policy": "sealed"},
     ):  # fmt: skip
         assert environment_of("a", with_(**changes)) != base

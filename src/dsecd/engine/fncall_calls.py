@@ -13,6 +13,7 @@ from libdsec.model import DSecContainerRunArgs, DSecFnCallArgs, FnCallResult
 
 LABEL = "dsec.fncall"  # on each worker
 ANSWER_BYTES = 3 << 20  # of all its parts: it travels in one frame of the wire
+MAX_PATH = 4096  # bytes
 
 
 def environment_of(owner: str, args: DSecFnCallArgs) -> Environment:
@@ -23,6 +24,7 @@ def environment_of(owner: str, args: DSecFnCallArgs) -> Environment:
         toolkits=args.toolkits,
         memory_limit_mb=args.memory_limit_mb,
         cpu_cores_limit=args.cpu_cores_limit,
+        cpu_class=args.cpu_class,
         pids_limit=args.pids_limit,
         disk_limit_mb=16,
         upper="memory",
@@ -106,8 +108,12 @@ def check(args: DSecFnCallArgs) -> None:
             good = path and not path.startswith("/") and "\0" not in path
             plain = ".." not in path.split("/") and not path.endswith("/")
             _require(bool(good and plain), field, f"{path!r} is not a relative path to a file")
+            _require(len(path.encode()) < MAX_PATH, field, f"{path[:40]!r}... is too long")
     for module in args.imports:
         parts = module.split(".")
         _require(all(map(str.isidentifier, parts)), "imports", f"{module!r} is not a module")
-    for word in (*args.argv, *args.env, *args.env.values()):
-        _require("\0" not in word, "argv", "arguments and variables hold no NUL")
+    for word in args.argv:
+        _require("\0" not in word, "argv", "arguments hold no NUL")
+    for name, value in args.env.items():
+        good = name and "=" not in name and "\0" not in name + value
+        _require(bool(good), "env", f"{name!r} is not a name, or its value holds a NUL")

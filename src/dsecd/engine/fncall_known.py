@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from libdsec.errors import AlreadyExists
 from libdsec.model import DSecFnCallArgs, FnCallResult
@@ -20,7 +23,7 @@ Make = Callable[[], Coroutine[Any, Any, FnCallResult]]
 
 @dataclass(slots=True)
 class _Call:
-    args: DSecFnCallArgs
+    asked: bytes  # digest of its arguments, which may be large
     task: asyncio.Task[FnCallResult]
     waiters: int = 0
     ended: float = 0.0
@@ -42,11 +45,11 @@ class KnownCalls:
         Raises `AlreadyExists` when the key was used for another call, and what `make` raises.
         """
         self._forget()
-        place = (owner, key)
+        place, asked = (owner, key), _digest(args)
         call = self._running.get(place) or self._ended.get(place)
         if call is None:
-            call = self._running[place] = self._begin(place, args, make)
-        elif call.args != args:
+            call = self._running[place] = self._begin(place, asked, make)
+        elif call.asked != asked:
             raise AlreadyExists(f"key {key!r} was used for a different call")
         call.waiters += 1
         try:
@@ -54,9 +57,9 @@ class KnownCalls:
         finally:
             call.waiters -= 1
 
-    def _begin(self, place: tuple[str, str], args: DSecFnCallArgs, make: Make) -> _Call:
+    def _begin(self, place: tuple[str, str], asked: bytes, make: Make) -> _Call:
         task = asyncio.get_running_loop().create_task(make(), name="fncall")
-        call = _Call(args, task)
+        call = _Call(asked, task)
         task.add_done_callback(lambda _: self._over(place, call))
         return call
 
@@ -73,14 +76,15 @@ class KnownCalls:
             call.task.cancel()
 
     def _over(self, place: tuple[str, str], call: _Call) -> None:
+        failed = call.task.cancelled() or call.task.exception() is not None
         if self._running.get(place) is not call:
             return  # given up
         del self._running[place]
-        if call.task.cancelled() or call.task.exception() is not None:
+        if failed:
             return
         result = call.task.result()
         parts = (result.value_json, result.stdout, result.stderr, *result.files.values())
-        call.size = _SMALL + sum(map(len, parts)) + sum(map(len, call.args.files.values()))
+        call.size = _SMALL + sum(map(len, parts))
         call.ended = asyncio.get_running_loop().time()
         self._ended[place] = call
         self._bytes += call.size
@@ -94,3 +98,7 @@ class KnownCalls:
                 return
             self._ended.popitem(last=False)
             self._bytes -= first.size
+
+
+def _digest(args: DSecFnCallArgs) -> bytes:
+    return hashlib.sha256(msgspec.msgpack.encode(args, order="deterministic")).digest()
