@@ -42,6 +42,7 @@ _CODES = (  # `code_names` of init/child.c
 )  # fmt: skip
 # Libraries of linear algebra start threads when they are imported, which no fork would have
 _ENV = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_BROKEN = "the keeper of calls broke its protocol"
 _program = inspect.getsource(fncall_zygote)
 
 
@@ -107,7 +108,7 @@ class Worker(asyncio.Protocol):
         self._manager = manager
         self._transport: asyncio.Transport | None = None
         self._unread = bytearray()
-        self._asked: Asked | None = None
+        self._asked: Asked | None = None  # and the answer: until it is ready again
         self._answer: asyncio.Future[Answer] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,8 +141,12 @@ class Worker(asyncio.Protocol):
         stream = await self._manager.backend.open_stream(
             self.sandbox.handle, "fncall.serve", pack(wanted)
         )
-        loop = asyncio.get_running_loop()
-        await loop.create_unix_connection(lambda: self, sock=stream)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.create_unix_connection(lambda: self, sock=stream)
+        except BaseException:
+            stream.close()
+            raise
         await self._started
 
     async def call(self, asked: Asked) -> Answer:
@@ -153,14 +158,15 @@ class Worker(asyncio.Protocol):
             _CALL, int(asked.wall_s * 1000), asked.output_bytes, asked.answer_bytes,
             len(paths), len(asked.body),
         )  # fmt: skip
-        self._asked = asked
-        self._answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked, self._answer = asked, answer
         self._expect_ready(asked.wall_s + SPARE_S)
         self._transport.write(head + paths + asked.body)
         try:
-            return await self._answer
+            return await answer
         except asyncio.CancelledError:
-            if self._transport is not None:
+            # Not once it is ready again: a later call would be killed
+            if self._asked is asked and self._transport is not None:
                 self._expect_ready(SPARE_S)
                 self._transport.write(_ASK.pack(_KILL, 0, 0, 0, 0, 0))
             raise
@@ -206,7 +212,7 @@ class Worker(asyncio.Protocol):
         except (Lost, DSecError) as error:
             self._lose(error)
         except (IndexError, struct.error):
-            self._lose(Lost("the keeper of calls broke its protocol"))
+            self._lose(Lost(_BROKEN))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(Lost("the keeper of calls ended"))
@@ -216,7 +222,7 @@ class Worker(asyncio.Protocol):
         unread, kind = self._unread, self._unread[0]
         layout = _LAYOUTS.get(kind)
         if layout is None:
-            raise Lost("the keeper of calls broke its protocol")
+            raise Lost(_BROKEN)
         if len(unread) < layout.size:
             return False
         fields, size = layout.unpack_from(unread), layout.size
@@ -225,7 +231,7 @@ class Worker(asyncio.Protocol):
         if kind == _DONE_KIND:
             size += sum(fields[8:])
             if size > _LONGEST:
-                raise Lost("the keeper of calls broke its protocol")
+                raise Lost(_BROKEN)
             if len(unread) < size:
                 return False
             self._answered(fields, bytes(unread[layout.size : size]))
@@ -237,18 +243,20 @@ class Worker(asyncio.Protocol):
     def _answered(self, fields: tuple[Any, ...], rest: bytes) -> None:
         answer, asked = self._answer, self._asked
         if answer is None or asked is None:
-            raise Lost("the keeper of calls broke its protocol")
+            raise Lost(_BROKEN)
         if not answer.done():  # else the call was given up
             answer.set_result(_answer_of(fields[1:], rest, asked.paths))
 
     def _ready(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        if self._started.done():
-            self.on_ready()
-        else:
+        """The next room is made: once at the start, then once behind each answer."""
+        if not self._started.done():
             self._started.set_result(None)
+            return
+        if self._deadline is None or self._answer is None or not self._answer.done():
+            raise Lost(_BROKEN)
+        self._deadline.cancel()
+        self._deadline = self._asked = self._answer = None
+        self.on_ready()
 
 
 def _nobody() -> None:
