@@ -29,7 +29,7 @@ from libdsec.errors import (
 )
 from tests.system import fncall_traces
 from tests.system.compat.debian import IMAGE, build, lend
-from tests.system.daemon import Daemon, daemon
+from tests.system.daemon import Daemon, daemon, until
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio]
 ROUNDS = 2000
@@ -91,6 +91,45 @@ async def test_how_a_call_ends(client: DSecClient) -> None:
     assert len(full.stdout) == 1024
     loop = await client.run_fncall(call("def main():\n  while True: pass", cpu_limit_s=1))
     assert loop.signal in (9, 24)
+
+
+async def test_code_is_a_module_and_its_value_is_json(client: DSecClient) -> None:
+    code = (
+        "from __future__ import annotations\n"
+        "from dataclasses import asdict, dataclass\n"
+        "@dataclass\n"
+        "class Point:\n"
+        "    x: int\n"
+        "def main(x): return asdict(Point(x))\n"
+    )
+    assert (await client.run_fncall(call(code, input=3))).value == {"x": 3}
+    endless = await client.run_fncall(call("def main(): return float('nan')"))
+    assert (endless.exit_code, endless.value_json) == (1, b"")
+    assert b"ValueError" in endless.stderr
+    large = await client.run_fncall(call("def main(x): return len(x)", input="y" * (3 << 20)))
+    assert large.value == 3 << 20
+
+
+async def test_what_an_import_prints_is_not_of_the_calls(client: DSecClient) -> None:
+    args = call("def main(): print('mine')", imports=["this"])
+    for _ in range(2):
+        assert (await client.run_fncall(args)).stdout == b"mine\n"
+
+
+async def test_the_c_library_knows_the_number_of_the_calls_thread(client: DSecClient) -> None:
+    """It is the owner of recursive mutexes, which a thread with the zygote's number would share."""
+    code = (
+        "import ctypes, threading\n"
+        "def main():\n"
+        "    libc = ctypes.CDLL(None)\n"
+        "    mutex, kind = (ctypes.c_int * 16)(), (ctypes.c_int * 4)()\n"
+        "    libc.pthread_mutexattr_init(kind)\n"
+        "    libc.pthread_mutexattr_settype(kind, 1)\n"
+        "    libc.pthread_mutex_init(mutex, kind)\n"
+        "    libc.pthread_mutex_lock(mutex)\n"
+        "    return [mutex[2], threading.get_native_id()]\n"
+    )
+    assert (await client.run_fncall(call(code))).value == [2, 2]
 
 
 async def test_memory_limit_is_reported_and_the_pool_goes_on(client: DSecClient) -> None:
@@ -209,6 +248,19 @@ async def test_a_broken_worker_is_replaced(client: DSecClient, victim: str) -> N
     with pytest.raises(Unavailable, match="again"):
         await slow
     assert (await client.run_fncall(args)).value == 1
+
+
+@pytest.mark.parametrize("victim", ["zygote", "call"])
+async def test_no_call_goes_to_a_worker_that_broke_while_it_waited(
+    client: DSecClient, running: Daemon, victim: str
+) -> None:
+    args, before = call("def main(): return 1"), keepers()
+    assert (await client.run_fncall(args)).value == 1
+    ((_, children),) = [each for each in keepers().items() if each[0] not in before]
+    os.kill(min(children) if victim == "zygote" else max(children), signal.SIGKILL)
+    await until(lambda: "worker dropped" in running.log())
+    assert (await client.run_fncall(args)).value == 1
+    assert len(await workers(running)) == 2
 
 
 async def test_workers_end_with_the_daemon(client: DSecClient, running: Daemon) -> None:

@@ -24,22 +24,21 @@ static _Noreturn void keep(const struct fncall_args *args, int channel)
 void fncall_serve(struct call *call, struct mp_bytes raw)
 {
     struct fncall_args args;
-    int fds[RX_FDS];
+    int channel;
     const char *problem = args_fncall(raw, &args);
     if (problem) {
         call_fail(call, "invalid_argument", "%s", problem);
         return;
     }
-    if (!conn_take_fds(call->conn, fds)) {
-        call_fail(call, "invalid_argument", "%d descriptors must come with the call", RX_FDS);
+    if (!conn_take_fds(call->conn, &channel, 1)) {
+        call_fail(call, "invalid_argument", "one descriptor must come with the call");
         return;
     }
     pid_t pid = fork(); /* with init's own OOM score: only calls are to be preferred by the OOM killer */
     if (pid == 0)
-        keep(&args, fds[0]);
+        keep(&args, channel);
     int err = errno;
-    close(fds[0]);
-    close(fds[1]);
+    close(channel);
     if (pid < 0)
         call_fail(call, "exhausted", "the sandbox cannot start another process: %s", strerror(err));
     else

@@ -17,7 +17,7 @@
 #include "child.h"
 #include "conn.h"
 
-/* Start the keeper; the first descriptor with the call becomes its channel, the second is not used. */
+/* Start the keeper; the descriptor that comes with the call becomes its channel. */
 void fncall_serve(struct call *call, struct mp_bytes args);
 
 /* --- for the keeper's own files -------------------------------------------------------------- */

@@ -78,15 +78,34 @@ static void channel_write(struct iovec *parts, size_t n_parts)
     }
 }
 
-static void receive(struct running *run)
+static _Noreturn void not_understood(void)
 {
-    do
+    child_fail(INVALID_ARGUMENT, "the daemon's request is not understood");
+}
+
+/* Until the daemon asks. If who waits for the call ends before that, no call is lost with it. */
+static void await_request(const struct keeper *keeper, struct room *room)
+{
+    struct pollfd ready[2] = { { CTL_FD, POLLIN, 0 }, { keeper->signals, POLLIN, 0 } };
+    do {
+        poll(ready, 2, -1);
+        if (ready[1].revents)
+            room_reap(keeper, room);
+        if (!room->init || !room->call)
+            child_fail(INTERNAL, "the process that waited for a call was killed");
+    } while (!ready[0].revents);
+}
+
+static void receive(const struct keeper *keeper, struct room *room, struct running *run)
+{
+    do {
+        await_request(keeper, room);
         channel_read(&run->ask, sizeof run->ask);
-    while (run->ask.kind == ASK_KILL); /* for the call before, which had ended */
+    } while (run->ask.kind == ASK_KILL); /* for the call before, which had ended */
     const struct ask *ask = &run->ask;
     if (ask->kind != ASK_CALL || ask->paths > MAX_PATHS || ask->body > MAX_BODY ||
         ask->output_limit > MAX_OUTPUT)
-        child_fail(INVALID_ARGUMENT, "the daemon's request is not understood");
+        not_understood();
     run->text = text_size(run) ? map_alloc(text_size(run)) : NULL;
     if (text_size(run) && !run->text)
         child_fail(EXHAUSTED, "no memory for the request");
@@ -123,14 +142,16 @@ static bool take(struct running *run, struct output *output)
     return n > 0;
 }
 
-static bool killed(void)
+static void take_order(void)
 {
     struct ask order;
     channel_read(&order, sizeof order);
-    return order.kind == ASK_KILL;
+    if (order.kind != ASK_KILL)
+        not_understood();
 }
 
-/* Until the call itself has ended, whoever else lives in the room, or its time is over. */
+/* Until the call itself has ended, whoever else lives in the room, or it shall: its time is over, or the daemon
+ * says so. */
 static void follow(const struct keeper *keeper, struct room *room, struct running *run)
 {
     uint64_t deadline = now_us() + (uint64_t)run->ask.wall_ms * 1000, now;
@@ -147,8 +168,10 @@ static void follow(const struct keeper *keeper, struct room *room, struct runnin
         }
         uint64_t wait = (deadline - now + 999) / 1000;
         poll(ready, 2 + OUTPUTS, wait > 3600000 ? 3600000 : (int)wait);
-        if (ready[0].revents && killed())
+        if (ready[0].revents) {
+            take_order();
             return;
+        }
         if (ready[2].revents & POLLOUT)
             feed(run, room->line);
         for (int i = 0; i < OUTPUTS; i++)
@@ -246,7 +269,7 @@ _Noreturn void fncall_loop(const struct keeper *keeper)
         room_open(keeper, &room);
         struct ready ready = { .kind = ANSWER_READY, .took_us = (uint32_t)(now_us() - at[0]) };
         channel_write(&(struct iovec){ &ready, sizeof ready }, 1);
-        receive(&run);
+        receive(keeper, &room, &run);
         int fds[OUTPUTS] = { room.line, room.out, room.err };
         for (int i = 0; i < OUTPUTS; i++)
             run.outputs[i] = (struct output){ run.outputs[i].kept, 0, fds[i] };

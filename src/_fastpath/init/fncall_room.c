@@ -31,6 +31,18 @@
 #define MAX_FDS (ROOM_FDS + 2) /* the work directory is not for the call, but three others are */
 #define ROOM (CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC | SIGCHLD)
 
+static const char *const room_files[ROOM_FDS] = { "/proc/self/ns/pid", "/proc/self/ns/mnt",
+                                                  "/proc/self/ns/ipc", WORK };
+static uint8_t message[REPORT_MAX]; /* the last one of a child */
+
+static void pair_make(int pair[2], int kind)
+{
+    if (socketpair(AF_UNIX, kind | SOCK_CLOEXEC, 0, pair) < 0)
+        child_fail(EXHAUSTED, "no descriptor left: %s", strerror(errno));
+}
+
+/* --- network ------------------------------------------------------------------------------------- */
+
 /* Of processes that are gone, too: TIME_WAIT and the like. */
 static unsigned sockets_count(void)
 {
@@ -57,15 +69,7 @@ bool network_clean(const struct keeper *keeper)
     return !keeper->network || sockets_count() <= keeper->sockets;
 }
 
-static const char *const room_files[ROOM_FDS] = { "/proc/self/ns/pid", "/proc/self/ns/mnt",
-                                                  "/proc/self/ns/ipc", WORK };
-static uint8_t message[REPORT_MAX]; /* the last one of a child */
-
-static void pair_make(int pair[2], int kind)
-{
-    if (socketpair(AF_UNIX, kind | SOCK_CLOEXEC, 0, pair) < 0)
-        child_fail(EXHAUSTED, "no descriptor left: %s", strerror(errno));
-}
+/* --- what cannot be written ---------------------------------------------------------------------- */
 
 static void make_read_only(void)
 {

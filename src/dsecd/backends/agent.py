@@ -252,7 +252,7 @@ async def open_stream(path: str, op: str, args: msgspec.Raw) -> socket.socket:
     ours.setblocking(False)
     with theirs:
         try:
-            await _call_with_fds(path, op, args, [theirs.fileno()] * 2)
+            await _call_with_fds(path, op, args, [theirs.fileno()])
         except BaseException:
             ours.close()
             raise

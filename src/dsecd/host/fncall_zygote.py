@@ -22,6 +22,7 @@ import socket
 import struct
 import sys
 import traceback
+from types import ModuleType
 from typing import Any
 
 WORK = "/tmp/work"  # where a call starts, and its files are
@@ -29,8 +30,9 @@ UID = 65534
 FORKED = 5  # REPORT_READY of the keeper: the kind of our only message, the pid behind it
 FDS = 6  # with each order to fork: three namespaces, then line, stdout and stderr
 CONTROL = LINE = 3  # the zygote's socket to the keeper; the call's
-_PARENT, _NEWPID, _NEWNS, _NEWIPC = 0x8000, 0x20000000, 0x20000, 0x08000000
-_DUMPABLE = 4
+_PARENT, _SETTID = 0x8000, 0x01000000  # CLONE_...
+_NEWPID, _NEWNS, _NEWIPC = 0x20000000, 0x20000, 0x08000000
+_DUMPABLE, _TID_ADDRESS = 4, 40  # PR_SET_..., PR_GET_...
 _CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 _CLOSE_RANGE = 436
 _libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: we fork in there
@@ -63,6 +65,8 @@ def serve(imports: list[str]) -> None:
         _rehearse()
     gc.collect()
     gc.freeze()  # so that a collection in a call does not copy every page
+    _flush()
+    number = _thread_number()
     score, standing = _oom_score()
     _checked(_libc.prctl(_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
     control = socket.socket(fileno=CONTROL)
@@ -72,7 +76,7 @@ def serve(imports: list[str]) -> None:
         if not order:
             return
         fds = struct.unpack(f"={FDS}i", ancillary[0][2])
-        pid = _fork_into(fds, score, standing)
+        pid = _fork_into(fds, number, score, standing)
         os.closerange(min(fds), max(fds) + 1)  # the zygote opens nothing in between
         control.send(struct.pack("=B3xi", FORKED, pid))
 
@@ -95,6 +99,26 @@ def _refuse_shared_memory() -> None:
                 raise RuntimeError(f"a module that was imported shares memory with forks: {where}")
 
 
+def _flush() -> None:
+    """What imports have printed: each fork would write what is left in buffers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _libc.fflush(None)
+
+
+def _thread_number() -> int:
+    """Return where the C library keeps the number of its thread; 0 where it does not say.
+
+    fork(3) renews it, clone(2) alone does not, and recursive locks go by it: a thread of the call
+    that has by chance the zygote's number would share those of the main thread.
+    """
+    place = ctypes.c_void_p()
+    _libc.prctl(_TID_ADDRESS, ctypes.byref(place), 0, 0, 0)
+    if not place.value or ctypes.c_int.from_address(place.value).value != os.getpid():
+        return 0
+    return place.value
+
+
 def _oom_score() -> tuple[int, bytes]:
     """Return the open file of our own score and what it holds; -1 where we may not change it."""
     score = os.open("/proc/self/oom_score_adj", os.O_RDWR)
@@ -114,7 +138,7 @@ def _rehearse() -> None:
     json.loads(json.dumps(names["main"]({"a": [1.5, "b", None]})))
 
 
-def _fork_into(fds: tuple[int, ...], score: int, standing: bytes) -> int:
+def _fork_into(fds: tuple[int, ...], number: int, score: int, standing: bytes) -> int:
     """Fork into the PID namespace of the room; return the pid of the call, the keeper's child.
 
     Each page that is written between here and the next message is copied once per call.
@@ -124,7 +148,9 @@ def _fork_into(fds: tuple[int, ...], score: int, standing: bytes) -> int:
     _before_fork()
     if score >= 0:
         os.write(score, b"1000")  # inherited: the kernel is to prefer calls
-    pid = _libc.syscall(_CLONE, ctypes.c_ulong(_PARENT | signal.SIGCHLD), 0, 0, 0, 0)
+    flags = ctypes.c_ulong(_PARENT | signal.SIGCHLD | (_SETTID if number else 0))
+    child = ctypes.c_void_p(number)  # fourth or fifth by architecture; the other is not looked at
+    pid = _libc.syscall(_CLONE, flags, 0, 0, child, child)
     if pid == 0:
         _after_fork_in_child()
         _be_call(mounts, ipc, own)
@@ -140,9 +166,13 @@ def _fork_into(fds: tuple[int, ...], score: int, standing: bytes) -> int:
 def _be_call(mounts: int, ipc: int, own: list[int]) -> None:
     status = 1
     try:
+        line, out, err = own
+        os.dup2(line, LINE, inheritable=False)
+        os.dup2(out, 1)
+        os.dup2(err, 2)  # first of all: what fails from here on is said there
         _checked(_libc.setns(mounts, _NEWNS), "setns")
         _checked(_libc.setns(ipc, _NEWIPC), "setns")
-        _give_up_rights(own)
+        _give_up_rights()
         os.write(LINE, b"r")
         status = _run(*_receive())
     except SystemExit as end:
@@ -157,14 +187,10 @@ def _be_call(mounts: int, ipc: int, own: list[int]) -> None:
             os._exit(status)
 
 
-def _give_up_rights(own: list[int]) -> None:
+def _give_up_rights() -> None:
     os.setsid()
-    line, out, err = own
     # Not the zygote's: locks and flags of one open file are shared by all who inherit it
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-    os.dup2(line, LINE, inheritable=False)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
     _checked(_libc.syscall(_CLOSE_RANGE, LINE + 1, (1 << 32) - 1, 0), "close_range")
     os.chdir(WORK)
     os.setgroups([])
@@ -185,13 +211,14 @@ def _receive() -> tuple[dict[str, Any], list[memoryview]]:
     return head, parts
 
 
-def _read(size: int) -> bytes:
-    data = os.read(LINE, size)
-    while len(data) < size:
-        more = os.read(LINE, size - len(data))
-        if not more:
+def _read(size: int) -> bytearray:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        n = os.readv(LINE, [rest])
+        if n == 0:
             os._exit(0)
-        data += more
+        rest = rest[n:]
     return data
 
 
@@ -212,13 +239,13 @@ def _run(head: dict[str, Any], parts: list[memoryview]) -> int:
     if module:
         function = getattr(importlib.import_module(module), name)
     else:
-        names: dict[str, Any] = {"__name__": "__fncall__"}
-        exec(compile(bytes(code), "<fncall>", "exec"), names)
-        if name not in names:
+        made = sys.modules["__fncall__"] = ModuleType("__fncall__")  # dataclasses look for it
+        exec(compile(bytes(code), "<fncall>", "exec"), made.__dict__)
+        if not hasattr(made, name):
             raise LookupError(f"the code defines no {name!r}: name its function in `entry`")
-        function = names[name]
+        function = getattr(made, name)
     value = function(json.loads(bytes(given))) if len(given) else function()
-    _write(LINE, json.dumps(value).encode())
+    _write(LINE, json.dumps(value, allow_nan=False).encode())
     return 0
 
 
@@ -227,7 +254,8 @@ def _become_program(argv: list[str], given: memoryview) -> None:
     _write(stdin, given)
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], argv)
 
 
