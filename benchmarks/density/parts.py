@@ -14,7 +14,7 @@ from dsec_bench.create.daemon import Daemon, DaemonError
 from dsec_bench.create.image import ImageError, chosen_root, place, python_root
 from dsec_bench.create.sdk import Sdk, Wrong
 from dsec_bench.density import classes, fncall, idle, pausing
-from dsec_bench.density.series import BESIDE, IDLE, PAUSED
+from dsec_bench.density.series import BESIDE, CALLS, IDLE, PAUSED
 from dsec_bench.report import Row
 from dsec_bench.rootfs import RootfsError
 from dsec_bench.running import run_parts
@@ -68,6 +68,18 @@ def _bed(context: Context, stack: contextlib.ExitStack) -> Bed:
     return Bed(context, daemon, sdk)
 
 
+def _python_sdk(context: Context, stack: contextlib.ExitStack, zram_mb: int = 0) -> Sdk:
+    """Return the client of a daemon beside the bed's, whose image has the host's Python."""
+    root = python_root(stack)
+    daemon = stack.enter_context(Daemon(1, zram_mb))
+    place(root, daemon.kept, context.options.image)
+    daemon.start()
+    sdk = Sdk(daemon.endpoint, context.options.image)
+    stack.callback(sdk.close)
+    sdk.open()
+    return sdk
+
+
 def _idle(bed: Bed) -> None:
     report, steps = bed.context.report, bed.context.steps
     wanted = QUICK_LIVE if bed.context.options.quick else LIVE
@@ -95,13 +107,7 @@ def _pausing(bed: Bed) -> None:
     context = bed.context
     wanted = QUICK_PYTHONS if context.options.quick else PYTHONS
     with contextlib.ExitStack() as stack:
-        root = python_root(stack)
-        daemon = stack.enter_context(Daemon(1, ZRAM_MB))
-        place(root, daemon.kept, context.options.image)
-        daemon.start()
-        sdk = Sdk(daemon.endpoint, context.options.image)
-        stack.callback(sdk.close)
-        sdk.open()
+        sdk = _python_sdk(context, stack, ZRAM_MB)
         context.steps.expect(wanted)
         context.steps.now(f"{wanted:,} paused Pythons")
         found = pausing.measure(sdk, wanted, min(ASKED, wanted), context.steps.done)
@@ -141,24 +147,26 @@ def _classes(bed: Bed) -> None:
 
 
 def _fncall(bed: Bed) -> None:
-    report, steps, sdk = bed.context.report, bed.context.steps, bed.sdk
-    seconds = 2.0 if bed.context.options.quick else 10.0
-    image = bed.context.options.image
-    kinds = {
-        "warm workers": lambda: fncall.warm(sdk.client, image, seconds),
-        "fresh containers": lambda: fncall.fresh(sdk.client, sdk.args, seconds),
-        "forks of one process": lambda: fncall.forked(seconds),
-        "multiprocessing": lambda: fncall.pooled(seconds),
-    }
-    steps.expect(len(kinds))
+    """All with the same Python, the host's."""
+    context, report, steps = bed.context, bed.context.report, bed.context.steps
+    seconds = 2.0 if context.options.quick else 10.0
     found = {}
-    for name, measure in kinds.items():
-        steps.now(f"calls of a function: {name}")
-        found[name] = made = sdk.run(measure())
-        report.run("fncall", how=name, per_s=made.per_s, p50_ms=made.p50_ms)
-        summary = Summary.of([Round(made.per_s, made.alone_ms, 0)])
-        report.row(Row("calls of a function", name, summary, fncall.CONCURRENCY, ""))
-        steps.done(1)
+    with contextlib.ExitStack() as stack:
+        sdk = _python_sdk(context, stack)
+        kinds = {
+            "warm workers": lambda: fncall.warm(sdk.client, context.options.image, seconds),
+            "fresh containers": lambda: fncall.fresh(sdk.client, sdk.args, seconds),
+            "forks of one process": lambda: fncall.forked(seconds),
+            "multiprocessing": lambda: fncall.pooled(seconds),
+        }
+        steps.expect(len(kinds))
+        for name, measure in kinds.items():
+            steps.now(f"{CALLS}: {name}")
+            found[name] = made = sdk.run(measure())
+            report.run("fncall", how=name, per_s=made.per_s, p50_ms=made.p50_ms)
+            summary = Summary.of([Round(made.per_s, made.alone_ms, 0)])
+            report.row(Row(CALLS, name, summary, fncall.CONCURRENCY, ""))
+            steps.done(1)
     warm = found["warm workers"]
     report.run("fncall interpreter", host=fncall.interpreter())
     report.figure("fncall_per_s", warm.per_s)
@@ -167,8 +175,8 @@ def _fncall(bed: Bed) -> None:
 
 
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Bed], None]]] = {
-    "fncall": (("fncall_per_s", "fncall_p50_ms", "fncall_vs_fresh_container"), _fncall),
     "idle": (("live_idle_sandboxes",), _idle),
+    "fncall": (("fncall_per_s", "fncall_p50_ms", "fncall_vs_fresh_container"), _fncall),
     "pause": (("paused_python_mib", "resume_ms"), _pausing),
     "classes": (
         (

@@ -2,4 +2,5 @@
 
 IDLE = "answers of idle sandboxes"
 PAUSED = "paused Pythons"
+CALLS = "calls of a function"
 BESIDE = "20 ms of work beside a load"
