@@ -236,6 +236,13 @@ async def test_no_client_reaches_a_worker(client: DSecClient, running: Daemon) -
     assert await workers(running) == [name]
 
 
+async def test_no_client_starts_a_keeper_in_its_own_sandbox(client: DSecClient) -> None:
+    """Its channel would be a descriptor, which no client can send."""
+    async with await client.run_container(DSecContainerRunArgs(container_image=IMAGE)) as sandbox:
+        with pytest.raises(InvalidArgument, match="one descriptor"):
+            await client._link.call("fncall.serve", {"argv": [b"id"]}, dict, target=sandbox.id)
+
+
 @pytest.mark.parametrize("victim", ["keeper", "zygote"])
 async def test_a_broken_worker_is_replaced(client: DSecClient, victim: str) -> None:
     args = call("import time\ndef main(x=0): time.sleep(x); return 1")

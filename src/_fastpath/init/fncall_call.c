@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "files.h"
@@ -249,6 +250,8 @@ static void answer(const struct keeper *keeper, struct room *room, struct runnin
     }
     bring_files(run, room->work, used);
     run->done.status = room->status;
+    if (WIFEXITED(room->status))
+        run->done.timed_out = false; /* it ended by itself at the last moment */
     run->done.dirty = !network_clean(keeper);
     struct iovec parts[2 + OUTPUTS] = { { &run->done, sizeof run->done } };
     for (int i = 0; i < OUTPUTS; i++)
