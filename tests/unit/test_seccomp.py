@@ -188,6 +188,12 @@ def test_calls_without_a_network_have_unix_sockets_only(arch: syscalls.Arch, aud
     assert run_one(part, number("mount", arch), audit, (3, 0, 0)) == seccomp.ALLOW
 
 
+def test_calls_without_a_network_may_run_32_bit_programs() -> None:
+    part, nr = seccomp.unix_only_filter("x86_64"), number("socket", "i386")
+    assert run_one(part, nr, I386, (1, 1, 0)) == seccomp.ALLOW
+    assert run_one(part, nr, I386, (2, 1, 0)) == refused(errno.EAFNOSUPPORT)
+
+
 @pytest.mark.parametrize(
     ("command", "allowed"),
     [

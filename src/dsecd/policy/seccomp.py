@@ -171,7 +171,9 @@ def command_filter(options: Options | None = None, arch: Arch | None = None) -> 
 
 
 def unix_only_filter(arch: Arch | None = None) -> bytes:
-    """Return a part that leaves sockets of the unix family only, on top of the two others."""
+    """Return a part that leaves sockets of the unix family only, on top of the two others, which
+    decide whether 32-bit programs run.
+    """
 
     def body(each: Arch) -> Program:
         rules = _Rules(each)
@@ -179,7 +181,7 @@ def unix_only_filter(arch: Arch | None = None) -> bytes:
         rules.add(list(answer), "socket", "socketpair")
         return rules.compile()
 
-    return pack(_assemble(arch or syscalls.host_arch(), False, body))
+    return pack(_assemble(arch or syscalls.host_arch(), True, body))
 
 
 def denies_ioctl(request: int) -> bool:
