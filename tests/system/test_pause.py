@@ -111,7 +111,6 @@ async def test_a_paused_sandbox_is_stopped_and_leaves_nothing() -> None:
         assert made.remains() == []
 
 
-@pytest.mark.vm
 async def test_it_stays_paused_when_the_daemon_is_killed() -> None:
     async with daemon() as made:
         client = await made.client()
@@ -200,7 +199,6 @@ async def test_without_swap_the_reply_says_what_stays() -> None:
         assert paused.memory_bytes >= HELD
 
 
-@pytest.mark.vm
 @needs_zram
 async def test_under_pressure_the_daemon_pauses_what_is_idle_for_long() -> None:
     often = {"when": "always", "trim_after_s": 0.0, "pause_after_s": 1.0, "period_s": 0.5}
@@ -248,7 +246,6 @@ async def test_cpu_classes_are_in_the_sandbox_s_group() -> None:
             await client.stop(info.id)
 
 
-@pytest.mark.vm
 @pytest.mark.needs("core_scheduling")
 async def test_nobody_runs_beside_a_latency_sensitive_sandbox() -> None:
     async with daemon() as made:
