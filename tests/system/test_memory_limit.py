@@ -1,4 +1,8 @@
-"""A host at the limit of its memory: who answers, who is killed, who is refused. In the guest."""
+"""A host at the limit of its memory: who answers, who is killed, who is refused.
+
+By hand, in a guest with 2 GiB: `scripts/vm_test.py --memory-mb 2048 --run` with pytest and the two
+variables DSEC_TEST_GUEST=1 and DSEC_TEST_PATIENCE=15.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,6 @@ from libdsec import Exhausted, Sandbox
 from tests.system.user_view import View, viewed
 
 pytestmark = [
-    pytest.mark.vm,
     pytest.mark.root,
     pytest.mark.skipif(
         "DSEC_TEST_GUEST" not in os.environ, reason="takes all memory of the host: for a guest"
