@@ -1,8 +1,4 @@
-"""A host at the limit of its memory: who answers, who is killed, who is refused.
-
-By hand, in a guest with 2 GiB: `scripts/vm_test.py --memory-mb 2048 --run` with pytest and the two
-variables DSEC_TEST_GUEST=1 and DSEC_TEST_PATIENCE=15.
-"""
+"""A host at the limit of its memory: who answers, who is killed, who is refused. In the guest."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from libdsec import Exhausted, Sandbox
 from tests.system.user_view import View, viewed
 
 pytestmark = [
+    pytest.mark.vm,
     pytest.mark.root,
     pytest.mark.skipif(
         "DSEC_TEST_GUEST" not in os.environ, reason="takes all memory of the host: for a guest"
@@ -29,9 +26,8 @@ MIB = 1 << 20
 WHOLE = pressure.memory().total_bytes // MIB  # of which the host itself uses some
 PATIENCE = float(os.environ.get("DSEC_TEST_PATIENCE", "1"))
 
-
-# what dd reads at once it holds until it is written
-TAKE = "dd if=/dev/zero bs={mib}M count=1"
+# what dd reads it holds until it is written; one read(2) gives 2 GiB at most
+TAKE = "dd if=/dev/zero bs={mib}M count=1 iflag=fullblock"
 
 
 async def answered(view: View, times: list[float]) -> None:
