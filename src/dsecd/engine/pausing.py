@@ -101,7 +101,7 @@ async def thaw(manager: Manager, sandbox: Sandbox) -> None:
     by, sandbox.paused_by = sandbox.paused_by, ""
     sandbox.move("resume")  # at once: a call may be answered before we hear of the thaw
     try:
-        await manager.backend.resume(sandbox.handle, _saver(manager, sandbox))
+        await manager.backend.resume(sandbox.handle, lambda now: sandbox.save(manager.journal, now))
     except BaseException:
         if sandbox.state in ALIVE:
             sandbox.move("pause")
@@ -129,7 +129,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
         entered, sandbox.paused_by = sandbox.entered, by
         try:
             with log.about(sandbox.id):
-                await manager.backend.pause(handle, _saver(manager, sandbox))
+                await manager.backend.pause(handle, lambda now: sandbox.save(manager.journal, now))
         except BaseException:
             sandbox.paused_by = ""
             raise
@@ -175,15 +175,6 @@ def _alive(sandbox: Sandbox) -> Handle:
         why = f": {sandbox.reason}" if sandbox.reason else ""
         raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}{why}", state=sandbox.state)
     return sandbox.handle
-
-
-def _saver(manager: Manager, sandbox: Sandbox) -> Callable[[Handle], Awaitable[None]]:
-    async def save(handle: Handle) -> None:
-        sandbox.handle = handle
-        if sandbox.state in ALIVE:
-            await manager.journal.write(sandbox.row("running"))
-
-    return save
 
 
 # --- a whole job --------------------------------------------------------------------------------
