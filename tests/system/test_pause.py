@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from dsecd import fastpath
-from dsecd.host import swap, zram
-from dsecd.host.kernelfs import KernelFiles
+from dsecd.host import swap
 from libdsec.model import CommandResult, Paused, SandboxInfo
 from tests.system.daemon import IMAGE, Daemon, daemon
-from tests.system.test_reclaim import HELD, hold, metrics
+from tests.system.memory_lab import FILES, HELD, MIB, hold, metrics, needs_zram, still_held
 from tests.wire_client import WireClient
 
-FILES = KernelFiles()
-MIB = 1 << 20
 ZRAM = {"swap": "zram", "swap_mb": 256, "when": "off"}
 
 pytestmark = pytest.mark.root
-needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 
 async def pause(client: WireClient, name: str, target_bytes: int | None = None) -> Paused:
@@ -178,13 +174,7 @@ async def test_paused_memory_is_in_swap_and_comes_back(kind: str) -> None:
         assert paused.memory_before_bytes >= HELD
         assert paused.memory_bytes <= 8 * MIB
         assert paused.memory_swapped_bytes >= HELD * 3 // 4
-        await client.run(info.id, "touch", "/tmp/say")
-        for _ in range(200):
-            said = await client.run(info.id, "cat", "/tmp/said")
-            if said.exit_code == 0 and said.stdout.strip():
-                break
-            await asyncio.sleep(0.05)
-        assert said.stdout.strip() == str(HELD).encode()
+        await still_held(client, info.id)
 
 
 async def test_without_swap_the_reply_says_what_stays() -> None:
