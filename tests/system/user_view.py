@@ -22,6 +22,16 @@ async def shell(sandbox: Sandbox, text: str) -> str:
     return str(done.stdout)
 
 
+async def by_node(sandbox: Sandbox, url: str, before: str = "") -> str:
+    """Have node get a URL; return what it printed: the status, or why there is none."""
+    module = url.partition(":")[0]
+    script = (
+        f"{before}require('{module}').get('{url}', r => console.log(r.statusCode))"
+        ".on('error', e => console.log(e.message))"
+    )
+    return (await sandbox.run("node", "-e", script, timeout=60)).stdout
+
+
 @dataclass
 class View:
     """A daemon, a client of it and one sandbox."""
