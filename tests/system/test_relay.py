@@ -20,9 +20,9 @@ from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.errors import Unavailable
 from libdsec.model import Event
 from tests.system.compat.debian import IMAGE
-from tests.system.daemon import Daemon
+from tests.system.daemon import Daemon, until
 from tests.system.network_lab import listen
-from tests.system.user_view import by_node
+from tests.system.user_view import by_node, get_at_once
 from tests.system.world_lab import World, housed, world
 
 pytestmark = [
@@ -300,19 +300,7 @@ async def test_many_at_once_leave_nothing_open(
     await asked(sandbox, f"443:{HOST}")
     await asyncio.sleep(1.5)  # its OOM watch is armed after a second
     before = host.open_files()
-    script = (
-        "import ssl, threading, urllib.request\ngot = []\n"
-        "c = ssl._create_unverified_context()\ndef one(n):\n"
-        f"  url = ('https', 'http')[n % 2] + '://{HOST}/'\n"
-        "  try: got.append(urllib.request.urlopen(url, timeout=60, context=c).status)\n"
-        "  except OSError as e: got.append(str(e))\n"
-        "ts = [threading.Thread(target=one, args=(n,)) for n in range(200)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]; print(len(got), *set(got))"
-    )
-    done = await sandbox.run("python3", "-c", script, timeout=100)
-    assert done.stdout == "200 200\n"
-    for _ in range(300):
-        if host.open_files() <= before:
-            break
-        await asyncio.sleep(0.02)
-    assert host.open_files() <= before
+    urls = [f"https://{HOST}/", f"http://{HOST}/"]
+    got = await get_at_once(sandbox, urls, 200, "_create_unverified_context")
+    assert got == "200 200\n"
+    await until(lambda: host.open_files() <= before, 6)

@@ -22,9 +22,9 @@ from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound,
 from libdsec.errors import AlreadyExists
 from libdsec.model import CreateArgs, Event, SandboxInfo
 from tests.system.compat.debian import IMAGE
-from tests.system.daemon import Daemon
+from tests.system.daemon import Daemon, until
 from tests.system.network_lab import listen
-from tests.system.user_view import by_node
+from tests.system.user_view import by_node, get_at_once
 from tests.system.world_lab import World, housed, world
 from tests.unit.secrets_upstream import HOST, VALUE, Api
 
@@ -379,20 +379,8 @@ async def test_a_hundred_requests_at_once_leave_nothing_open(
     await fetched(sandbox, f"https://{HOST}/ok")
     await asyncio.sleep(1.5)  # its OOM watch is armed after a second
     before = host.open_files()
-    script = (
-        "import threading, urllib.request\ngot = []\ndef one():\n"
-        f"  try: got.append(urllib.request.urlopen('https://{HOST}/ok', timeout=60).status)\n"
-        "  except OSError as e: got.append(str(e))\n"
-        "ts = [threading.Thread(target=one) for _ in range(100)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]; print(len(got), *set(got))"
-    )
-    done = await sandbox.run("python3", "-c", script, timeout=100)
-    assert done.stdout == "100 200\n"
-    for _ in range(300):
-        if host.open_files() <= before:
-            break
-        await asyncio.sleep(0.02)
-    assert host.open_files() <= before
+    assert await get_at_once(sandbox, [f"https://{HOST}/ok"], 100) == "100 200\n"
+    await until(lambda: host.open_files() <= before, 6)
 
 
 @pytest.mark.parametrize(

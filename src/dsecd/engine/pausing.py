@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from dsecd import log
 from dsecd.backends.abc import Handle
@@ -22,11 +20,10 @@ from dsecd.engine.journal import PausedBy
 from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
-from dsecd.engine.waiter import completed
+from dsecd.engine.waiter import completed, each
 from libdsec.errors import DSecError, InvalidArgument, Unsupported, WrongState, to_wire
 from libdsec.model import Paused, Resumed
 
-T = TypeVar("T")
 logger = logging.getLogger("dsecd.engine")
 PARALLEL = 8  # of the sandboxes of one job
 STEP_BYTES = 32 << 20  # paged out before it is asked whether the sandbox is still paused
@@ -191,7 +188,7 @@ async def pause_many(
         except DSecError as error:
             return Paused(id=sandbox.id, error=to_wire(error))
 
-    return await _each(_job(manager, labels), one)
+    return await each(_job(manager, labels), one, PARALLEL)
 
 
 async def resume_many(manager: Manager, labels: dict[str, str]) -> list[Resumed]:
@@ -204,20 +201,10 @@ async def resume_many(manager: Manager, labels: dict[str, str]) -> list[Resumed]
             return Resumed(id=sandbox.id, error=to_wire(error))
         return Resumed(id=sandbox.id)
 
-    return await _each(_job(manager, labels), one)
+    return await each(_job(manager, labels), one, PARALLEL)
 
 
 def _job(manager: Manager, labels: dict[str, str]) -> list[Sandbox]:
     if not labels:
         raise InvalidArgument("labels: at least one is required", field="labels")
     return [s for s in manager.select(labels, with_ended=False) if s.state in ALIVE]
-
-
-async def _each(sandboxes: list[Sandbox], work: Callable[[Sandbox], Awaitable[T]]) -> list[T]:
-    gate = asyncio.Semaphore(PARALLEL)
-
-    async def one(sandbox: Sandbox) -> T:
-        async with gate:
-            return await work(sandbox)
-
-    return await asyncio.gather(*(one(sandbox) for sandbox in sandboxes))
