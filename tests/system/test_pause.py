@@ -163,8 +163,7 @@ async def test_checkpoint_pack_and_rollback_of_a_paused_sandbox() -> None:
         assert (await client.run(info.id, "cat", "/x")).stdout == b"1"
 
 
-@pytest.mark.vm
-@pytest.mark.parametrize("kind", [pytest.param("zram", marks=needs_zram), "file"])
+@pytest.mark.parametrize("kind", [pytest.param("zram", marks=[needs_zram, pytest.mark.vm]), "file"])
 async def test_paused_memory_is_in_swap_and_comes_back(kind: str) -> None:
     async with daemon(reclaim=ZRAM | {"swap": kind}) as made:
         client = await made.client()
