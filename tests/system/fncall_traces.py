@@ -34,7 +34,7 @@ KINDS = [
 
 
 def main(plan: dict[str, Any]) -> dict[str, list[str]]:
-    found = _look()
+    found = _look(plan["nice"])
     planted = []
     for kind in plan["kinds"]:
         with contextlib.suppress(OSError, PermissionError, subprocess.SubprocessError):
@@ -47,7 +47,7 @@ def main(plan: dict[str, Any]) -> dict[str, list[str]]:
 # --- looking ----------------------------------------------------------------------------------
 
 
-def _look() -> list[str]:
+def _look(nice: int) -> list[str]:
     found = []
     for place in PLACES:
         known = {"work"} if place == "/tmp" else set()
@@ -75,7 +75,7 @@ def _look() -> list[str]:
         found.append("timer")
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 1 << 20:
         found.append("rlimit")
-    if os.nice(0):
+    if os.nice(0) != nice:
         found.append("nice")
     descriptors = [int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) > 3]
     for fd in descriptors:
@@ -365,15 +365,17 @@ def _plant_mount(mark: str) -> None:
 
 def _plant_outer_process(mark: str) -> None:
     """/proc is the worker's, and hides whoever is outside; `_look` has seen nobody."""
-    own = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
-    for pid in set(range(1, 60)) - own:
+    reached = set()
+    for pid in range(1, 60):
         with contextlib.suppress(OSError):
             os.close(os.open(f"/proc/{pid}/mem", os.O_RDWR))
-            return
+            reached.add(pid)
         with contextlib.suppress(OSError):
             os.listdir(f"/proc/{pid}/fd")
-            return
-    raise OSError("all refused")
+            reached.add(pid)
+    # Listed last: what else this call has started may fork in the meantime
+    if reached <= {int(name) for name in os.listdir("/proc") if name.isdecimal()}:
+        raise OSError("all refused")
 
 
 def _plant_packet_socket(mark: str) -> None:

@@ -340,7 +340,8 @@ async def test_two_thousand_rounds_find_nothing_of_the_call_before(
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)
     plans = [
-        {"mark": f"m{n}", "kinds": chance.sample(fncall_traces.KINDS, 5)} for n in range(ROUNDS)
+        {"mark": f"m{n}", "kinds": chance.sample(fncall_traces.KINDS, 5), "nice": os.nice(0)}
+        for n in range(ROUNDS)
     ]
     args = call(
         Path(fncall_traces.__file__).read_text(), imports=["socket", "mmap", "ctypes", "subprocess"]
