@@ -373,7 +373,7 @@ def _plant_outer_process(mark: str) -> None:
         with contextlib.suppress(OSError):
             os.listdir(f"/proc/{pid}/fd")
             reached.add(pid)
-    # Listed last: what else this call has started may fork in the meantime. Threads have a place, too
+    # Listed last: what else this call has started may fork meanwhile. Threads have a place, too
     seen = [name for name in os.listdir("/proc") if name.isdecimal()]
     if reached <= {int(task) for name in seen for task in os.listdir(f"/proc/{name}/task")}:
         raise OSError("all refused")
