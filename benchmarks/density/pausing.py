@@ -78,7 +78,7 @@ async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     sandbox = await sdk.client.run_container(sdk.args)
     words = [str(PYTHON), "-I", "-c", PROGRAM]
     python = await sandbox.commands.run(words, background=True, stdin=True)
-    if await _line(python) != "ready":
+    if await read_line(python) != "ready":
         raise Wrong("a Python did not start")
     begin = time.perf_counter()
     paused = await sandbox.pause()
@@ -90,7 +90,8 @@ async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     return sandbox, python
 
 
-async def _line(python: CommandHandle) -> str:
+async def read_line(python: CommandHandle) -> str:
+    """Return the next line of its output, "" at the end."""
     async for output in python:
         return output.data.decode().strip()
     return ""
@@ -99,7 +100,7 @@ async def _line(python: CommandHandle) -> str:
 async def _by_line(python: CommandHandle, result: Result) -> None:
     begin = time.perf_counter()
     await python.send_stdin("\n")
-    if await _line(python) != str(HELD_BYTES):
+    if await read_line(python) != str(HELD_BYTES):
         raise Wrong("a Python that was paused did not answer")
     result.answer_ms.append((time.perf_counter() - begin) * 1e3)
 

@@ -3,3 +3,4 @@
 IDLE = "answers of idle sandboxes"
 PAUSED = "paused Pythons"
 BESIDE = "20 ms of work beside a load"
+REPLAY = "turns of agents"
