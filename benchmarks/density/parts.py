@@ -91,21 +91,39 @@ def _idle(bed: Bed) -> None:
     wanted = QUICK_LIVE if bed.context.options.quick else LIVE
     steps.expect(wanted)
     steps.now(f"{wanted:,} sandboxes asleep")
-    found = idle.measure(bed.sdk, bed.daemon.pid, wanted, steps.done)
+    found = idle.measure(bed.sdk, bed.daemon.pid, wanted, idle.sleep, steps.done)
     for level in found.levels:
         report.run(
             "idle level", live=level.live, used_bytes=level.used_bytes,
             daemon_bytes=level.daemon_bytes,
         )  # fmt: skip
+    _tell_idle(report, "asleep", wanted, found)
+    report.figure("live_idle_sandboxes", len(found.answers_ms))
+
+
+def _pythons(bed: Bed) -> None:
+    """As many as there can be without pausing them."""
+    context = bed.context
+    wanted = QUICK_PYTHONS if context.options.quick else PYTHONS
+    with contextlib.ExitStack() as stack:
+        daemon, sdk = _daemon(context, python_root(stack), stack, 1)
+        context.steps.expect(wanted)
+        context.steps.now(f"{wanted:,} Pythons that wait")
+        found = idle.measure(sdk, daemon.pid, wanted, pausing.start, context.steps.done)
+    _tell_idle(context.report, "with a Python", wanted, found)
+
+
+def _tell_idle(report: Report, what: str, wanted: int, found: idle.Result) -> None:
     report.run(
-        "idle", wanted=wanted, live=found.live, answered=len(found.answers_ms), why=found.why,
-        fill_s=found.fill_s, mib_per_sandbox=found.mib_per_sandbox, errors=found.errors,
+        "idle", what=what, wanted=wanted, live=found.live, answered=len(found.answers_ms),
+        why=found.why, fill_s=found.fill_s, mib_per_sandbox=found.mib_per_sandbox,
+        errors=found.errors,
     )  # fmt: skip
     answers = found.answers_ms
     rate = 1e3 * len(answers) / sum(answers) if answers else 0.0
     summary = Summary.of([Round(rate, answers, found.live - len(answers))])
-    report.row(Row(IDLE, "dsec", summary, 1, f"{found.live:,} live"))
-    report.figure("live_idle_sandboxes", len(answers))
+    note = f"{found.live:,} live, {found.mib_per_sandbox:.2f} MiB of the host each"
+    report.row(Row(IDLE, what, summary, 1, note))
 
 
 def _pausing(bed: Bed) -> None:
@@ -223,6 +241,7 @@ def _tell_replay(report: Report, found: replay.Result) -> None:
 
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[Bed], None]]] = {
     "idle": (("live_idle_sandboxes",), _idle),
+    "pythons": ((), _pythons),
     "pause": (("paused_python_mib", "resume_ms"), _pausing),
     "classes": (
         (

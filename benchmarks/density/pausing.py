@@ -76,10 +76,7 @@ def _used() -> int:
 async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     """Return a paused sandbox with a Python that waits."""
     sandbox = await sdk.client.run_container(sdk.args)
-    words = [str(PYTHON), "-I", "-c", PROGRAM]
-    python = await sandbox.commands.run(words, background=True, stdin=True)
-    if await read_line(python) != "ready":
-        raise Wrong("a Python did not start")
+    python = await start(sandbox)
     begin = time.perf_counter()
     paused = await sandbox.pause()
     result.pause_ms.append((time.perf_counter() - begin) * 1e3)
@@ -88,6 +85,15 @@ async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     result.swapped.append(paused.memory_swapped_bytes)
     result.notes.update(paused.notes)
     return sandbox, python
+
+
+async def start(sandbox: Sandbox) -> CommandHandle:
+    """Start a Python; returns when it waits for a line."""
+    words = [str(PYTHON), "-I", "-c", PROGRAM]
+    python = await sandbox.commands.run(words, background=True, stdin=True)
+    if await read_line(python) != "ready":
+        raise Wrong("a Python did not start")
+    return python
 
 
 async def read_line(python: CommandHandle) -> str:

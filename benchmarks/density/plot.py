@@ -58,12 +58,11 @@ def _beside(axis: Any, report: Report) -> None:
     for case in dict.fromkeys(run["case"] for run in found if run["percent"]):
         mine = [run for run in found if run["case"] == case or not run["percent"]]
         loads = [run["percent"] for run in mine]
-        (line,) = axis.plot(loads, [run["p50_ratio"] for run in mine], "o-", label=f"{case}, p50")
-        p99 = [run["p99_ratio"] for run in mine]
-        axis.plot(loads, p99, "o:", color=line.get_color(), label="p99")
-    axis.set_yscale("log")
-    axis.set_xlabel("load, % of the host's CPU time; at 100 it never stops")
-    axis.legend(ncols=2, fontsize="small")
+        (line,) = axis.plot(loads, [run["p50_ratio"] for run in mine], "o-", label=case)
+        axis.plot(loads, [run["p99_ratio"] for run in mine], "o:", color=line.get_color())
+    axis.set_xlabel("load, % of the host's CPU time; at 100 it never stops. Dotted: p99")
+    axis.set_ylim(bottom=0)
+    axis.legend()
     axis.set_title(title)
 
 

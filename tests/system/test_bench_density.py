@@ -38,6 +38,13 @@ def test_a_quick_run_has_sandboxes_that_all_answer(tmp_path: Path) -> None:
     assert 0 < facts["mib_per_sandbox"] < 20
 
 
+def test_pythons_that_wait_all_answer(tmp_path: Path) -> None:
+    made = quick("pythons", tmp_path)
+    (facts,) = (run for run in made["runs"] if run["kind"] == "idle")
+    assert facts["live"] == facts["answered"] == facts["wanted"] == 20
+    assert facts["errors"] == {}
+
+
 needs_zram = pytest.mark.skipif(bool(zram.missing(KernelFiles())), reason="the kernel has no zram")
 
 
