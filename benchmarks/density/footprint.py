@@ -3,7 +3,7 @@
 Of what their groups are charged with: anonymous memory, swap cache and shared memory (the lists of
 `memory.stat`), and the kernel's own. Not what files have in the page cache: all share it, and the
 host can drop it. What was paged out to zram is in memory as well, compressed, in the pages that the
-device took, and so is its table; all zram devices of the host count, since none belongs to anybody.
+device took, and so is its table. All zram devices of the host count: swap goes to any of them.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ def _pausing(bed: Bed) -> None:
         running_mib=statistics.median(found.running) / MIB,
         swapped_mib=statistics.median(found.swapped) / MIB,
         host_mib_each=(found.used_bytes[-1] - found.used_bytes[0]) / live / MIB,
+        zram_mib_each=(found.hosts[-1].zram_bytes - found.hosts[0].zram_bytes) / live / MIB,
     )  # fmt: skip
     for name, times in (
         ("pause", found.pause_ms), ("its answer to a line", found.answer_ms),

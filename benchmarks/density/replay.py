@@ -31,8 +31,8 @@ from libdsec.sandbox import Sandbox
 
 Mode = Literal["off", "on"]
 MODES: tuple[Mode, ...] = ("off", "on")
-# Of the daemon's configuration. A host with memory to spare trims nothing by itself: here each
-# sandbox is asked after each turn, and the soonest that pays.
+# A host with memory to spare asks nobody: here every sandbox is asked after each turn. `rest_s` is
+# short, since a part of what was given comes back with every turn.
 RECLAIM: dict[Mode, str] = {
     "off": f'when = "off"\n{NO_SWAP}',
     "on": (
@@ -75,8 +75,8 @@ for line in sys.stdin:
 
 @dataclass(slots=True)
 class Run:
-    """One replay: what was held (seconds since its begin), what turns and lives took, and which
-    share of a CPU each sandbox used."""
+    """One replay: what was held by when (seconds from its begin), what turns and lives took, and
+    which share of a CPU each sandbox used."""
 
     seen: list[tuple[float, Footprint]] = field(default_factory=list)
     turns_ms: list[float] = field(default_factory=list)
