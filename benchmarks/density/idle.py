@@ -22,7 +22,7 @@ from libdsec.sandbox import Sandbox
 
 SLEEP = ("/bin/sleep", "1000000")
 LayDown = Callable[[Sandbox], Awaitable[object]]  # have it wait; returns when it does
-STEP = 200  # sandboxes between two looks at the host's memory
+STEP_BYTES = 1 << 30  # of memory, at most, between two looks at the host's
 LEAST_AVAILABLE_BYTES = 6 << 30  # below which others on the host would suffer
 
 
@@ -61,18 +61,24 @@ class Result:
 
 
 def measure(
-    sdk: Sdk, daemon: int, wanted: int, lay_down: LayDown, on_done: Callable[[int], None]
+    sdk: Sdk,
+    daemon: int,
+    wanted: int,
+    lay_down: LayDown,
+    each_bytes: int,
+    on_done: Callable[[int], None],
 ) -> Result:
     """Fill up to `wanted` live sandboxes, or as many as there can be, and ask each of them.
 
-    `daemon` is the pid of dsecd; `on_done` takes how many more are live. All are stopped.
+    `daemon` is the pid of dsecd; `each_bytes` is more than a sandbox takes; `on_done` takes how
+    many more are live. All are stopped.
     """
     result, sandboxes = Result(), list[Sandbox]()
     try:
         begin = time.perf_counter()
         while True:
             result.levels.append(_level(len(sandboxes), daemon))
-            missing = min(STEP, wanted - len(sandboxes))
+            missing = min(STEP_BYTES // each_bytes, wanted - len(sandboxes))
             if missing and not result.why:
                 result.why = short(meminfo())
             if not missing or result.why:

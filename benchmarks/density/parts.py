@@ -28,6 +28,7 @@ from libdsec.errors import DSecError
 
 LIVE = 3200
 QUICK_LIVE = 200
+SLEEP_BYTES, PYTHON_BYTES = 5 << 20, 40 << 20  # at most, of one that waits
 PYTHONS, QUICK_PYTHONS = 1000, 20
 ASKED = 200  # of them, at most
 ZRAM_MB = 48 << 10  # what is written to it takes a third or so
@@ -91,7 +92,7 @@ def _idle(bed: Bed) -> None:
     wanted = QUICK_LIVE if bed.context.options.quick else LIVE
     steps.expect(wanted)
     steps.now(f"{wanted:,} sandboxes asleep")
-    found = idle.measure(bed.sdk, bed.daemon.pid, wanted, idle.sleep, steps.done)
+    found = idle.measure(bed.sdk, bed.daemon.pid, wanted, idle.sleep, SLEEP_BYTES, steps.done)
     for level in found.levels:
         report.run(
             "idle level", live=level.live, used_bytes=level.used_bytes,
@@ -109,7 +110,9 @@ def _pythons(bed: Bed) -> None:
         daemon, sdk = _daemon(context, python_root(stack), stack, 1)
         context.steps.expect(wanted)
         context.steps.now(f"{wanted:,} Pythons that wait")
-        found = idle.measure(sdk, daemon.pid, wanted, pausing.start, context.steps.done)
+        found = idle.measure(
+            sdk, daemon.pid, wanted, pausing.start, PYTHON_BYTES, context.steps.done
+        )
     _tell_idle(context.report, "with a Python", wanted, found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import math
@@ -9,22 +10,25 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from dsec_bench.create.daemon import configuration
+from dsec_bench.create.sdk import Sdk
 from dsec_bench.density import footprint, replay, workload
 from dsec_bench.density.footprint import Footprint
 from dsec_bench.density.parts import LIVES, QUICK_LIVES
-from dsec_bench.density.workload import Life, Scale, draw
+from dsec_bench.density.workload import Life, Scale, Turn, draw
 from dsec_bench.stats import percentile
 
 from dsecd import config
 
 MIB = 1 << 20
+HELD: Callable[[Footprint], int] = attrgetter("held_bytes")
 MANY = Scale(sandboxes=6000, compression=34, burst_s=10, window_s=math.inf)
 
 
@@ -127,15 +131,123 @@ def test_steps_are_counted(
     assert int(capsys.readouterr().out) == 2 * replay.TRIAL_STEPS
 
 
+# --- the replay itself, without a daemon ----------------------------------------------------------
+
+
+class Agent:
+    """Answers each line; says who listens."""
+
+    def __init__(self) -> None:
+        self.lines = ["ready"]
+        self.heard: list[str] = []
+        self.followed = False
+
+    async def send_stdin(self, line: str) -> None:
+        assert not self.followed, "the sandbox was in use while it waited"
+        self.heard.append(line)
+        self.lines.append("done")
+
+    def __aiter__(self) -> Agent:
+        self.followed = True
+        return self
+
+    async def __anext__(self) -> SimpleNamespace:
+        return SimpleNamespace(data=self.lines.pop(0).encode() + b"\n")
+
+    async def disconnect(self) -> None:
+        self.followed = False
+
+
+class Client:
+    """Makes sandboxes that are their own `commands`."""
+
+    def __init__(self) -> None:
+        self.agents: list[Agent] = []
+        self.live = self.commands_run = 0
+
+    async def run_container(self, args: object) -> Client:
+        self.live += 1
+        return self
+
+    @property
+    def commands(self) -> SimpleNamespace:
+        return SimpleNamespace(run=self._start)
+
+    async def _start(self, words: list[str], background: bool, stdin: bool) -> Agent:
+        assert background
+        assert stdin
+        assert words[-1].isdigit()
+        self.agents.append(Agent())
+        return self.agents[-1]
+
+    async def run(self, *argv: str) -> SimpleNamespace:
+        self.commands_run += 1
+        return SimpleNamespace(exit_code=0)
+
+    async def get_metrics(self) -> SimpleNamespace:
+        return SimpleNamespace(cpu_usage_s=1.0, uptime_s=50.0)
+
+    async def stop(self) -> None:
+        self.live -= 1
+
+
+class Bench:
+    """What the replay needs of an `Sdk`."""
+
+    args = None
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.stopped = False
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(work)
+
+    def stop_all(self) -> None:
+        self.stopped = True
+
+
+SHORT = [
+    Life(0.0, 0.02, 8, (Turn(0.001, 0.02, 0.0, 0.5), Turn(0.002, 0.01, 0.25, 0.5))),
+    Life(0.01, 0.02, 16, (Turn(0.001, 0.01, 0.5, 1.0),)),
+]
+
+
+def test_a_replay_takes_all_turns_and_lets_its_sandboxes_wait_alone() -> None:
+    bench, done = Bench(), list[None]()
+    nothing = Footprint(1, 0, 0, 0, 0, 0)
+    run = replay.measure(cast(Sdk, bench), SHORT, 1e6, lambda: nothing, lambda: done.append(None))
+    assert [agent.heard for agent in bench.client.agents] == [
+        [f"0 {4 * MIB} 1000\n", f"{2 * MIB} {4 * MIB} 2000\n"],
+        [f"{8 * MIB} {16 * MIB} 1000\n"],
+    ]
+    assert not any(agent.followed for agent in bench.client.agents)
+    assert bench.client.commands_run == len(run.turns_ms) == 3
+    assert len(run.lives_s) == len(done) == 2
+    assert run.shares == [0.02, 0.02]
+    assert max(run.lives_s) <= run.makespan_s == run.seen[-1][0]
+    assert run.integral(HELD) == pytest.approx(run.makespan_s, abs=0.05)
+    assert bench.stopped
+    assert bench.client.live == 0
+
+
+def test_a_replay_that_cannot_be_watched_is_none() -> None:
+    def look() -> Footprint:
+        raise FileNotFoundError("memory.stat")
+
+    bench = Bench()
+    with pytest.raises(ExceptionGroup) as caught:
+        replay.measure(cast(Sdk, bench), SHORT, 1e6, look, lambda: None)
+    assert caught.group_contains(FileNotFoundError)
+    assert bench.stopped
+
+
 # --- what a run amounts to ------------------------------------------------------------------------
 
 
 def seen(held: int, at_s: float) -> tuple[float, Footprint]:
     """A look at `held` MiB of which a quarter is in zram."""
     return at_s, Footprint(held * MIB * 3 // 4, 0, 0, held * MIB // 2, held * MIB // 4, -held)
-
-
-HELD: Callable[[Footprint], int] = attrgetter("held_bytes")
 
 
 def test_memory_counts_by_how_long_it_is_held() -> None:
