@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsecd.host import zram
-from dsecd.host.kernelfs import KernelFiles
+from tests.system.memory_lab import needs_zram
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -43,9 +42,6 @@ def test_pythons_that_wait_all_answer(tmp_path: Path) -> None:
     (facts,) = (run for run in made["runs"] if run["kind"] == "idle")
     assert facts["live"] == facts["answered"] == facts["wanted"] == 20
     assert facts["errors"] == {}
-
-
-needs_zram = pytest.mark.skipif(bool(zram.missing(KernelFiles())), reason="the kernel has no zram")
 
 
 @needs_zram
