@@ -216,6 +216,38 @@ async def test_idle_workers_end_and_sooner_when_the_host_is_short() -> None:
     await made.close()
 
 
+async def test_calls_that_wait_are_bounded_in_number() -> None:
+    made = pools(workers=1, queued=2)
+    running = ask(made)
+    await turns()
+    waiting = [ask(made), ask(made)]
+    await turns()
+    other = ask(made, pool="b")  # has a queue of its own
+    with pytest.raises(Exhausted, match="2 calls of this pool wait"):
+        await ask(made)
+    assert not any(task.done() for task in (running, *waiting, other))
+    await made.close()
+
+
+async def test_calls_that_wait_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fncall, "_QUEUED_BYTES", 5 << 20)
+    made = pools(workers=1)
+    large = {"a": bytes(2 << 20)}
+    first = ask(made, files=large)
+    await turns()
+    waiting = [ask(made, files=large), ask(made, pool="b", files=large)]
+    refused = ask(made, pool="b", files=large)
+    with pytest.raises(Exhausted, match="hold 4 MiB"):
+        await refused
+    Stand.made[0].finish()  # one that waited has the worker now
+    await turns()
+    assert first.done()
+    waiting.append(ask(made, files=large))
+    await turns()
+    assert not any(task.done() for task in waiting)
+    await made.close()
+
+
 async def test_a_call_given_up_while_it_waits_takes_no_worker() -> None:
     made = pools(workers=1)
     first, second, third = (ask(made) for _ in range(3))

@@ -42,6 +42,7 @@ _SWEEP_S = 1.0
 _PATIENCE_S = 0.05
 _REST_S = 1.0  # after a worker could not be made, where others serve
 _SHORT_IDLE_S = 5.0  # instead of `idle_s`, when the host is short of memory
+_QUEUED_BYTES = 256 << 20  # that calls of all pools bring along while they wait
 
 
 class _Pool:
@@ -98,6 +99,7 @@ class Pools:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._sweeper: asyncio.Task[Any] | None = None
         self._known = KnownCalls()
+        self._queued_bytes = 0
         self._closed = False
 
     def numbers(self) -> dict[str, float]:
@@ -141,12 +143,12 @@ class Pools:
 
     async def _made(self, owner: str, args: DSecFnCallArgs) -> FnCallResult:
         began = asyncio.get_running_loop().time()
-        pool = self._pool(owner, args)
-        worker = await self._take(pool)
+        pool, asked = self._pool(owner, args), asked_of(args)
+        worker = await self._take(pool, len(asked.body))
         queued = asyncio.get_running_loop().time() - began
         kills = self._manager.refresh_oom(worker.sandbox)
         try:
-            answer = await worker.call(asked_of(args))
+            answer = await worker.call(asked)
         except Lost as error:
             self._drop(pool, worker, str(error))
             raise Unavailable(f"{error}; the call may be made again") from error
@@ -167,15 +169,18 @@ class Pools:
             pool = self._pools[key] = _Pool(environment, self._eager)
         return pool
 
-    async def _take(self, pool: _Pool) -> Worker:
+    async def _take(self, pool: _Pool, size: int) -> Worker:
         if self._closed:
             raise Unavailable("dsecd is shutting down")
         if pool.idle:
             return pool.idle.pop()
         if len(pool.waiting) >= self._config.queued:
             raise Exhausted(f"{self._config.queued} calls of this pool wait already; try later")
+        if self._queued_bytes + size > _QUEUED_BYTES:
+            raise Exhausted(f"calls that wait hold {self._queued_bytes >> 20} MiB; try later")
         place: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
         pool.waiting.append(place)
+        self._queued_bytes += size
         self._grow()
         impatience = asyncio.get_running_loop().call_later(_PATIENCE_S, self._late, pool, place)
         try:
@@ -186,6 +191,7 @@ class Pools:
             raise
         finally:
             impatience.cancel()
+            self._queued_bytes -= size
             pool.leave(place)
 
     def _late(self, pool: _Pool, place: asyncio.Future[Worker]) -> None:
