@@ -100,6 +100,12 @@ def ask(made: fncall.Pools, **args: Any) -> asyncio.Task[FnCallResult]:
     return asyncio.create_task(made.run("", call))
 
 
+async def give_up(*asked: asyncio.Task[FnCallResult]) -> None:
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+
+
 async def turns(n: int = 10) -> None:
     for _ in range(n):
         await asyncio.sleep(0)
@@ -226,6 +232,7 @@ async def test_calls_that_wait_are_bounded_in_number() -> None:
     with pytest.raises(Exhausted, match="2 calls of this pool wait"):
         await ask(made)
     assert not any(task.done() for task in (running, *waiting, other))
+    await give_up(running, *waiting, other)
     await made.close()
 
 
@@ -245,6 +252,7 @@ async def test_calls_that_wait_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPa
     waiting.append(ask(made, files=large))
     await turns()
     assert not any(task.done() for task in waiting)
+    await give_up(*waiting)
     await made.close()
 
 
