@@ -111,8 +111,11 @@ def _lines(policy: Policy, layer: str, known: Catalogue) -> Iterable[Line]:
 
 def _said(parts: list[Policy], key: str, table: str, otherwise: T) -> T:
     """Return what the last of `parts` that says something of `key` in a table says."""
-    said = [getattr(getattr(part, table), key) for part in parts]
-    return next((value for value in reversed(said) if value is not None), otherwise)
+    for part in reversed(parts):
+        value: T | None = getattr(getattr(part, table), key)
+        if value is not None:
+            return value
+    return otherwise
 
 
 def _gathered(lines: list[Line], kind: str) -> tuple[Any, ...]:
