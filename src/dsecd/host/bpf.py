@@ -31,7 +31,8 @@ INGRESS, EGRESS, SOCK_CREATE, CONNECT4, CONNECT6, SENDMSG4, SENDMSG6 = 0, 1, 2, 
 LSM_MAC = 27
 
 _number = syscalls.number("bpf", syscalls.host_arch())
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
+# these calls do not wait, so the interpreter is not given away: it would have to be waited for
+_syscall = ctypes.PyDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
 
@@ -77,6 +78,7 @@ class Map:
         self._element = _ELEMENT.pack(fd, key, value, 0)
         self._new_element = _ELEMENT.pack(fd, key, value, _NOEXIST)
         self._key_only = _ELEMENT.pack(fd, key, 0, 0)
+        self._many = _Batch(map_fd=fd)
         self._step = _ELEMENT.pack(fd, key, ctypes.addressof(self._next), 0)
 
     def update(self, key: bytes, value: bytes) -> None:
@@ -141,8 +143,8 @@ class Map:
             self.delete(key)
 
     def _batch(self, command: int, keys: bytes, values: bytes | None, count: int) -> int:
-        batch = _Batch(keys=keys, values=values, count=count, map_fd=self.fd)
-        return _bpf(command, batch)
+        self._many.keys, self._many.values, self._many.count = keys, values, count
+        return _bpf(command, self._many)
 
 
 def link_cgroup(program: int, cgroup_fd: int, kind: int) -> int:
