@@ -129,7 +129,8 @@ def probed(count: int, sought: int) -> tuple[int, ...]:
     Binary search on prefix lengths: Waldvogel et al., "Scalable High Speed IP Routing Lookups",
     SIGCOMM 1997, section 3. The steps are those of `rules_allow` in bpf/decide.h.
     """
-    tried, place, step = [], 0, FIRST_STEP
+    tried: list[int] = []
+    place, step = 0, FIRST_STEP
     while step and (not tried or tried[-1] != sought):
         if place + step <= count:
             tried.append(place + step - 1)

@@ -103,16 +103,10 @@ class Host:
         closed = self.leaves_closed if closed is None else closed
         reached = mechanisms.reach(compiled.net)
         lines = [(line, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
-        rows = []
-        for line, ways in (*lines, *_defaults(compiled, reached)):
-            state, by, reasons, remarks = self._judged(ways, closed)
-            rows.append(
-                Row(
-                    place=line.place, layer=line.layer, verdict=line.verdict, text=line.text,
-                    state=state, by=by, reasons=reasons, remarks=remarks,
-                )  # fmt: skip
-            )
-        return tuple(rows)
+        return tuple(
+            _row(line, *self._judged(ways, closed))
+            for line, ways in (*lines, *_defaults(compiled, reached))
+        )
 
     def _judge(self, ways: tuple[_Ways, ...], closed: bool) -> _Fate:
         """Return what becomes of a line whose typed rules have `ways`: as good as the worst."""
@@ -132,9 +126,7 @@ class Host:
             state = max(state, found, key=_WORSE.__getitem__)
         return state, tuple(by), tuple(reasons), tuple(remarks)
 
-    def _judge_rule(
-        self, ways: _Ways, closed: bool
-    ) -> tuple[State, str, tuple[str, ...]]:
+    def _judge_rule(self, ways: _Ways, closed: bool) -> tuple[State, str, tuple[str, ...]]:
         """Return the state, the mechanism ("" for none) and what is missing, of one rule."""
         there = [way for way in ways if not self._missing[way.mechanism]]
         for way in there:
@@ -174,6 +166,19 @@ def require_all(rows: Iterable[Row]) -> None:
             reason=reason,
             rules=[row.place for row in open_rows],
         )
+
+
+def _row(
+    line: Line,
+    state: State,
+    by: tuple[str, ...],
+    reasons: tuple[str, ...],
+    remarks: tuple[str, ...],
+) -> Row:
+    return Row(
+        place=line.place, layer=line.layer, verdict=line.verdict, text=line.text,
+        state=state, by=by, reasons=reasons, remarks=remarks,
+    )  # fmt: skip
 
 
 def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[_Ways]:
