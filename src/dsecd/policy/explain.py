@@ -140,16 +140,6 @@ class Host:
         return "not enforced", "", missing
 
 
-def explain(
-    compiled: Compiled,
-    table: Iterable[Feature],
-    offered: Collection[str] | None = None,
-    closed: bool | None = None,
-) -> tuple[Row, ...]:
-    """Return what `Host.explain` does."""
-    return Host(table, offered).explain(compiled, closed)
-
-
 def unenforced(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Return the rows that are not fully enforced: a sandbox's notes."""
     return tuple(row for row in rows if row.state != "enforced")
