@@ -98,3 +98,15 @@ def load_file_programs(sandbox_level: int) -> tuple[list[int], list[int]]:
 
 def file_programs_version() -> int:
     """Return a number of 64 bits that changes with the programs or the maps."""
+
+def update_map(fd: int, key: bytes, value: bytes, flags: int) -> None:
+    """Enter one element into a BPF map; key and value have its sizes."""
+
+def update_map_batch(fd: int, keys: bytes, values: bytes, count: int) -> None:
+    """Enter `count` elements in order, in one call. EINVAL, ENOTSUPP: not for this map or kernel.
+
+    ENOSYS, here and below: this implementation does not carry the programs that have maps.
+    """
+
+def delete_map_batch(fd: int, keys: bytes, count: int) -> None:
+    """Remove `count` elements in one call; the first that is absent ends it (ENOENT)."""

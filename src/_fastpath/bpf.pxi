@@ -49,3 +49,23 @@ def load_file_programs(uint32_t sandbox_level):
 
 def file_programs_version():
     return c_lsm_version()
+
+
+# These calls do not wait, so they keep the GIL: given away, it would have to be waited for.
+cdef extern from "bpf/map.h":
+    int c_update "map_update"(int map, const char *key, const char *value, uint64_t flags)
+    int c_update_batch "map_update_batch"(
+        int map, const char *keys, const char *values, uint32_t count)
+    int c_delete_batch "map_delete_batch"(int map, const char *keys, uint32_t count)
+
+
+def update_map(int fd, bytes key not None, bytes value not None, uint64_t flags):
+    checked(c_update(fd, key, value, flags), "update")
+
+
+def update_map_batch(int fd, bytes keys not None, bytes values not None, uint32_t count):
+    checked(c_update_batch(fd, keys, values, count), "update")
+
+
+def delete_map_batch(int fd, bytes keys not None, uint32_t count):
+    checked(c_delete_batch(fd, keys, count), "delete")

@@ -388,3 +388,18 @@ def load_file_programs(sandbox_level: int) -> tuple[list[int], list[int]]:
 
 def file_programs_version() -> int:
     return 0
+
+
+def update_map(fd: int, key: bytes, value: bytes, flags: int) -> None:
+    """Without programs there is no map."""
+    raise StepError(errno.ENOSYS, "update")
+
+
+def update_map_batch(fd: int, keys: bytes, values: bytes, count: int) -> None:
+    """As `update_map`."""
+    raise StepError(errno.ENOSYS, "update")
+
+
+def delete_map_batch(fd: int, keys: bytes, count: int) -> None:
+    """As `update_map`."""
+    raise StepError(errno.ENOSYS, "delete")

@@ -58,6 +58,9 @@ load_network_programs = _core.load_network_programs
 network_programs_version = _core.network_programs_version
 load_file_programs = _core.load_file_programs
 file_programs_version = _core.file_programs_version
+update_map = _core.update_map
+update_map_batch = _core.update_map_batch
+delete_map_batch = _core.delete_map_batch
 
 
 def make_sched_cookie(pid: int) -> None:

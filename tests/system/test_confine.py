@@ -328,7 +328,7 @@ async def test_a_denied_socket_cannot_be_listened_on(lab: Lab) -> None:
 async def test_what_explain_says_of_presets_is_true_here(lab: Lab, preset: str) -> None:
     made = policy(preset)
     assert made is not None
-    rows = explain.explain(made, probe.probe(), lab.backend.capabilities.mechanisms)
+    rows = explain.Host(probe.probe(), lab.backend.capabilities.mechanisms).explain(made)
     files = [row for row in rows if row.place.startswith(("files", "mounts", "ioctls", "vsock"))]
     assert {row.state for row in files} == {"enforced"}
     network = "none" if preset in ("grader", "sealed") else "nat"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib
 import os
 import signal
@@ -289,6 +290,21 @@ def test_an_image_whose_device_is_missing_is_refused(layer: Any, tmp_path: Path)
     subprocess.run(["mkfs.erofs", image, tmp_path / "source"], check=True, capture_output=True)
     with pytest.raises(StepError):
         layer.mount_erofs(image, [tmp_path / "no-such-blob"])
+
+
+def test_what_a_map_refuses_is_an_error(layer: Any, tmp_path: Path) -> None:
+    code = errno.ENOSYS if layer.__name__.endswith("twin") else errno.EINVAL
+    with (tmp_path / "no-map").open("wb") as file:
+        fd = file.fileno()
+        calls = (
+            lambda: layer.update_map(fd, b"key!", b"value!!!", 0),
+            lambda: layer.update_map_batch(fd, b"key!" * 2, b"value!!!" * 2, 2),
+            lambda: layer.delete_map_batch(fd, b"key!" * 2, 2),
+        )
+        for call in calls:
+            with pytest.raises(StepError) as caught:
+                call()
+            assert caught.value.errno == code
 
 
 def _until(condition: Any) -> None:

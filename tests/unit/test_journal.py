@@ -69,13 +69,14 @@ async def test_epochs_grow(tmp_path: Path) -> None:
     journal.close()
 
 
-async def test_a_failed_commit_fails_every_waiting_create(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["b", "bc"])  # one row is a transaction without BEGIN
+async def test_a_failed_commit_fails_every_waiting_create(tmp_path: Path, names: str) -> None:
     journal = Journal(tmp_path / "j.db")
     await journal.write(row("a"))
     blocker = sqlite3.connect(tmp_path / "j.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
     journal._db.execute("PRAGMA busy_timeout = 1")
-    waiting = [journal.write(row("b")), journal.write(row("c"))]
+    waiting = [journal.write(row(name)) for name in names]
     for future in waiting:
         with pytest.raises(Internal, match="cannot be written"):
             await future

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from dsecd.policy import globs, language, presets, seccomp, targets
@@ -42,6 +42,35 @@ def test_names_are_checked_where_the_policy_says_so_last() -> None:
 
 def rule(**fields: Any) -> dict[str, Any]:
     return {"network": {"rules": [fields]}}
+
+
+def _read(text: str) -> object:
+    """Return what the standard library takes `text` for: a network, or none."""
+    try:
+        found = ipaddress.ip_network(text)
+    except ValueError:
+        return None
+    return found if found.version == 4 else None
+
+
+@settings(max_examples=500)
+@given(
+    st.text(alphabet="0123456789./ -+\0\u0661", max_size=18)
+    | st.from_regex(r"\A(\d{1,3}\.){3}(0|1|128|010)(/(\d{0,3}|255\.255\.\d{1,3}\.0))?\Z")
+)
+@example("192.0.2.0/24")
+@example("192.0.2.0/")
+@example("192.0.2.0/255.255.255.0")
+@example("192.0.2.0/0.0.0.255")
+@example("192.0.2.1/24")
+@example("192.0.02.1")
+def test_a_network_of_ipv4_is_read_as_the_standard_library_reads_it(text: str) -> None:
+    try:
+        found = targets.network(text, "here")
+    except InvalidArgument:
+        assert _read(text) is None
+    else:
+        assert found == _read(text)
 
 
 def test_an_empty_policy_is_closed() -> None:

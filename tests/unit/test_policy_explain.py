@@ -48,7 +48,7 @@ def compiled(value: dict[str, Any]) -> Compiled:
 
 
 def rows(value: dict[str, Any], *missing: str) -> dict[str, Row]:
-    return {row.place: row for row in explain.explain(compiled(value), table(*missing))}
+    return {row.place: row for row in explain.Host(table(*missing)).explain(compiled(value))}
 
 
 def files(*paths: str, **access: list[str]) -> dict[str, Any]:
@@ -78,12 +78,22 @@ def test_only_who_would_enforce_rules_closes_a_network_without() -> None:
     rules = compiled({"network": {"services": {"192.0.2.0/24": True}}})
     lacking = table("bpf_cgroup")
     for offered, state in (({"netns", "bpf_cgroup"}, "closed"), ({"netns"}, "not enforced")):
-        found = explain.explain(rules, lacking, offered)
+        found = explain.Host(lacking, offered).explain(rules)
         assert {row.state for row in found if row.place.startswith("network.")} == {state}
-    found = explain.explain(rules, table("bpf_cgroup", "network_namespaces"))
+    found = explain.Host(table("bpf_cgroup", "network_namespaces")).explain(rules)
     assert {row.state for row in found if row.place.startswith("network.")} == {"not enforced"}
-    with_link = explain.explain(compiled({}), lacking, {"seccomp", "bpf_cgroup"})
+    with_link = explain.Host(lacking, {"seccomp", "bpf_cgroup"}).explain(compiled({}))
     assert {row.place: row.state for row in with_link}["network.default"] == "closed"
+
+
+def test_one_host_answers_for_sandboxes_with_and_without_a_link() -> None:
+    rules = compiled({"network": {"services": {"192.0.2.0/24": True}}})
+    host = explain.Host(table("bpf_cgroup"))
+    for closed, state in ((True, "closed"), (False, "not enforced"), (None, "closed")):
+        found = {row.place: row.state for row in host.explain(rules, closed)}
+        assert found["network.default"] == state
+    assert "bpf_cgroup" not in host.there
+    assert host.there == tuple(name for name in NEEDS if "bpf_cgroup" not in NEEDS[name])
 
 
 def test_a_denied_name_is_open_by_number_where_everything_is() -> None:
@@ -178,21 +188,21 @@ def test_what_a_mechanism_forbids_beyond_a_rule_is_said_where_it_is_used() -> No
 
 def test_a_mechanism_that_the_backend_does_not_apply_counts_for_nothing() -> None:
     rules = compiled(files("/a", deny=["write"]))
-    (row, *_) = explain.explain(rules, table(), offered={"seccomp", "netns"})
+    (row, *_) = explain.Host(table(), {"seccomp", "netns"}).explain(rules)
     assert row.state == "not enforced"
     assert "mounts is not applied here" in row.reasons
 
 
 def test_strict_refuses_and_names_every_rule() -> None:
     value = files("/a", deny=["read"]) | {"unix": {"deny": ["@x"]}}
-    found = explain.explain(compiled(value), table(*WITHOUT_LSM))
+    found = explain.Host(table(*WITHOUT_LSM)).explain(compiled(value))
     with pytest.raises(Unsupported) as caught:
         explain.require_all(found)
     assert caught.value.detail["rules"] == ["files.rules[0]", "unix.deny[0]"]
     assert "files.rules[0]: deny read of /a is not enforced: apparmor is not there" in str(
         caught.value
     )
-    explain.require_all(explain.explain(compiled(value), table()))
+    explain.require_all(explain.Host(table()).explain(compiled(value)))
 
 
 @pytest.mark.parametrize("preset", ["sealed", "grader", "swe", "open"])
@@ -221,8 +231,8 @@ def test_each_mechanism_that_goes_leaves_a_trace(mechanism: str) -> None:
     if mechanism == "landlock":
         value = {"files": {**value["files"], "default": "deny"}}
     rules = compiled(value)
-    with_it = explain.explain(rules, table(), offered=others | {mechanism})
-    without = explain.explain(rules, table(), offered=others)
+    with_it = explain.Host(table(), others | {mechanism}).explain(rules)
+    without = explain.Host(table(), others).explain(rules)
     assert any(mechanism in row.by for row in with_it)
     assert explain.unenforced(without)
     assert len(explain.unenforced(without)) >= len(explain.unenforced(with_it))
@@ -237,11 +247,11 @@ def test_less_is_never_enforced_more(value: dict[str, Any], offered: set[str], g
         rules = compiled(value)
     except InvalidArgument:
         reject()
-    before = explain.explain(rules, table(), offered=offered)
+    before = explain.Host(table(), offered).explain(rules)
     assert len(before) >= len(rules.lines)
-    assert_no_better(before, explain.explain(rules, table(), offered=offered - {gone}))
+    assert_no_better(before, explain.Host(table(), offered - {gone}).explain(rules))
     lacking = table(*NEEDS[gone])
-    assert_no_better(before, explain.explain(rules, lacking, offered=offered))
+    assert_no_better(before, explain.Host(lacking, offered).explain(rules))
 
 
 def assert_no_better(before: Iterable[Row], after: Iterable[Row]) -> None:
@@ -266,15 +276,15 @@ def test_checked_names_say_what_is_checked_and_what_is_closed() -> None:
             ],
         }
     }
-    web, wide, denied, *_ = explain.explain(compiled(value), table())
+    web, wide, denied, *_ = explain.Host(table()).explain(compiled(value))
     assert (web.state, web.by, web.remarks) == ("enforced", ("relay",), (mechanisms.UNSEEN,))
     assert wide.state == "enforced"
     assert mechanisms.CHECKED_ONLY in wide.remarks[0]
     assert (denied.by, denied.remarks) == (("resolver",), ())
     value["network"]["rules"].append({"allow": "192.0.2.0/24"})  # type: ignore[attr-defined]
-    web, *_ = explain.explain(compiled(value), table())
+    web, *_ = explain.Host(table()).explain(compiled(value))
     assert mechanisms.SOME_BY_NUMBER in web.remarks[0]
-    web, *_ = explain.explain(compiled(value), table("bpf_cgroup"))
+    web, *_ = explain.Host(table("bpf_cgroup")).explain(compiled(value))
     assert web.state == "closed"
     assert web.reasons[0] == explain.CLOSED
     assert "relay is not there (bpf_cgroup: refused here)" in web.reasons[1]

@@ -20,6 +20,13 @@ def test_what_is_unpacked_is_what_was_packed() -> None:
         assert unpack(pack(policy)) == policy
 
 
+def test_prefixes_that_earlier_versions_wrote_as_text_are_read() -> None:
+    rng = random.Random(2)
+    for _ in range(50):
+        policy = net_cases.policy(rng)
+        assert unpack(msgspec.msgpack.encode(policy, enc_hook=str)) == policy
+
+
 def test_names_and_presets_survive() -> None:
     rules = [{"allow": "*.example.com", "ports": [443]}, {"deny": "10.0.0.0/8"}]
     policy = compile_policy(from_object({"extends": "swe", "network": {"rules": rules}})).net

@@ -150,12 +150,7 @@ class Journal:
             return
         error: Exception | None = None
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(_UPSERT, [row for row in pending.values() if row is not None])
-            gone = [(name,) for name, row in pending.items() if row is None]
-            if gone:
-                self._db.executemany(_DELETE, gone)
-            self._db.execute("COMMIT")
+            self._commit(pending)
             self.commits += 1
         except sqlite3.Error as caught:
             # disk full, I/O error: creates fail before anything is made; a lost end of a sandbox
@@ -172,6 +167,17 @@ class Journal:
                 future.set_exception(error)
         if self.commits % 256 == 0:
             self._maybe_checkpoint()
+
+    def _commit(self, pending: dict[str, tuple[str, str, str, bytes] | None]) -> None:
+        rows = [row for row in pending.values() if row is not None]
+        gone = [(name,) for name, row in pending.items() if row is None]
+        if len(pending) == 1:  # a statement is a transaction of its own, in two thirds of the time
+            self._db.execute(*((_UPSERT, rows[0]) if rows else (_DELETE, gone[0])))
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(_UPSERT, rows)
+        self._db.executemany(_DELETE, gone)
+        self._db.execute("COMMIT")
 
     def _maybe_checkpoint(self) -> None:
         if self._checkpoint is not None and self._checkpoint.is_alive():

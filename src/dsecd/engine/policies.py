@@ -26,10 +26,11 @@ from dsecd.host import apt
 from dsecd.policy import catalogue, language, mechanisms, targets, update
 from dsecd.policy.catalogue import Catalogue, Service
 from dsecd.policy.compile import Compiled, compile_policy
-from dsecd.policy.explain import Row, explain, leaves_closed, require_all, unenforced
+from dsecd.policy.explain import Host, Row, require_all, unenforced
 from dsecd.policy.language import Policy
 from dsecd.policy.presets import PRESETS
 from libdsec.errors import InvalidArgument
+from libdsec.model import Feature
 
 KEPT = 256  # policies that were asked for last
 SHORT_BYTES = 2048  # of a request and what it changes: some 60 rules, 2 ms at most
@@ -170,7 +171,8 @@ class Policies:
         self._known: OrderedDict[bytes, Account] = OrderedDict()
         self._coming: dict[bytes, asyncio.Future[Account]] = {}
         self._lock = threading.Lock()  # one at a time: the first has the host probed
-        self._probed = False
+        self._table: list[Feature] = []  # of the host; [] before it was probed
+        self._hosts: dict[tuple[str, ...], Host] = {}  # by what is applied
 
     def get(self, asked: Asked, strict: bool = False) -> Account | None:
         """Return the policy of a request on this host, None when there is none.
@@ -252,7 +254,7 @@ class Policies:
 
     async def _made(self, key: bytes, content: object, make: Callable[[], Account]) -> Account:
         """Have an account made of `content`, now or beside the event loop; None: of any size."""
-        bounded = self._probed and content is not None
+        bounded = bool(self._table) and content is not None
         if bounded and len(msgspec.msgpack.encode(content)) <= SHORT_BYTES:
             return self._keep(key, make())
         return await self._beside(key, make)
@@ -300,18 +302,14 @@ class Policies:
         network = _network(compiled, network)
         if applied is None:
             applied = self._applied(network)
-        with self._lock:
-            table = self._backend.features()
-            self._probed = True
-        there = {row.name for row in table if row.available}
+        host = self._host(applied)
         if closed is None:
-            closed = network != "none" and leaves_closed(table, applied)
+            closed = network != "none" and host.leaves_closed
         source = Source(
             policy=policy, services=services_of(policy, services), network=network,
-            mechanisms=tuple(n for n in applied if there.issuperset(mechanisms.NEEDS[n])),
-            updated=updated, closed=closed,
+            mechanisms=host.there, updated=updated, closed=closed,
         )  # fmt: skip
-        rows = explain(compiled, table, applied, closed)
+        rows = host.explain(compiled, closed)
         return Account(
             source=source,
             packed=msgspec.msgpack.encode(source),
@@ -319,6 +317,15 @@ class Policies:
             rows=rows,
             notes=tuple(map(str, unenforced(rows))),
         )
+
+    def _host(self, applied: tuple[str, ...]) -> Host:
+        """Return what enforces rules here where `applied` is: the same as long as the daemon."""
+        with self._lock:
+            self._table = self._table or self._backend.features()
+            host = self._hosts.get(applied)
+            if host is None:
+                host = self._hosts[applied] = Host(self._table, applied)
+            return host
 
     def _applied(self, network: NetworkMode) -> tuple[str, ...]:
         """Return what the backend applies; a namespace closes nothing once a link leads out."""

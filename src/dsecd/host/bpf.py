@@ -6,6 +6,7 @@ it is for one thread (the event loop: a call takes a microsecond and never waits
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -14,11 +15,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from dsecd import fastpath
 from dsecd.host import syscalls
 from libdsec.errors import DSecError, Exhausted, Internal
 
-_LOOKUP, _UPDATE, _DELETE, _NEXT, _PIN, _GET = 1, 2, 3, 4, 6, 7
-_INFO, _UPDATE_BATCH, _DELETE_BATCH, _LINK_CREATE = 15, 26, 27, 28
+_LOOKUP, _DELETE, _NEXT, _PIN, _GET, _INFO, _LINK_CREATE = 1, 3, 4, 6, 7, 15, 28
 _BATCH_MISSING = (errno.EINVAL, errno.EOPNOTSUPP, 524)  # 524: ENOTSUPP, not for user space
 _FULL = (errno.E2BIG, errno.ENOSPC, errno.ENOMEM)
 _NOEXIST = 1  # BPF_NOEXIST
@@ -36,32 +37,15 @@ _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint)
 
 
-def _bpf(command: int, attr: bytes | _Batch) -> int:
+def _bpf(command: int, attr: bytes) -> int:
     """Return bpf(2)'s result, or a negative errno."""
-    if isinstance(attr, bytes):
-        result = int(_syscall(_number, command, attr, len(attr)))
-    else:
-        result = int(_syscall(_number, command, ctypes.byref(attr), ctypes.sizeof(attr)))
+    result = int(_syscall(_number, command, attr, len(attr)))
     return -ctypes.get_errno() if result < 0 else result
 
 
 def _failed(code: int, what: str) -> DSecError:
     text = f"{what}: {os.strerror(-code)}"
     return (Exhausted if -code in _FULL else Internal)(text, errno=-code)
-
-
-class _Batch(ctypes.Structure):
-    """What union bpf_attr says of many elements. The kernel writes to `count` how many it did."""
-
-    _fields_ = (
-        ("in_batch", ctypes.c_uint64),
-        ("out_batch", ctypes.c_uint64),
-        ("keys", ctypes.c_char_p),
-        ("values", ctypes.c_char_p),
-        ("count", ctypes.c_uint32),
-        ("map_fd", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64 * 2),  # of the elements, of the call
-    )
 
 
 class Map:
@@ -75,25 +59,23 @@ class Map:
         self._next = ctypes.create_string_buffer(key_bytes)
         key, value = ctypes.addressof(self._key), ctypes.addressof(self._value)
         self._element = _ELEMENT.pack(fd, key, value, 0)
-        self._new_element = _ELEMENT.pack(fd, key, value, _NOEXIST)
         self._key_only = _ELEMENT.pack(fd, key, 0, 0)
         self._step = _ELEMENT.pack(fd, key, ctypes.addressof(self._next), 0)
 
     def update(self, key: bytes, value: bytes) -> None:
         """Enter or replace an element. Raises `Exhausted` when the map is full, `Internal`."""
-        self._key.raw = key
-        self._value.raw = value
-        result = _bpf(_UPDATE, self._element)
-        if result < 0:
-            raise _failed(result, f"enter into the map {self.name}")
+        try:
+            fastpath.update_map(self.fd, key, value, 0)
+        except fastpath.StepError as error:
+            raise self._refused(error) from error
 
     def enter(self, key: bytes, value: bytes) -> None:
         """Enter an element unless there is one. Raises as `update`."""
-        self._key.raw = key
-        self._value.raw = value
-        result = _bpf(_UPDATE, self._new_element)
-        if result < 0 and result != -errno.EEXIST:
-            raise _failed(result, f"enter into the map {self.name}")
+        try:
+            fastpath.update_map(self.fd, key, value, _NOEXIST)
+        except fastpath.StepError as error:
+            if error.errno != errno.EEXIST:
+                raise self._refused(error) from error
 
     def delete(self, key: bytes) -> bool:
         """Remove an element; return whether there was one."""
@@ -125,24 +107,26 @@ class Map:
     def update_all(self, keys: Sequence[bytes], values: Sequence[bytes]) -> None:
         """Enter many, in order, in one call where the kernel can. Raises as `update`."""
         if len(keys) > 1:
-            result = self._batch(_UPDATE_BATCH, b"".join(keys), b"".join(values), len(keys))
-            if result >= 0:
+            try:
+                fastpath.update_map_batch(self.fd, b"".join(keys), b"".join(values), len(keys))
                 return
-            if -result not in _BATCH_MISSING:
-                raise _failed(result, f"enter into the map {self.name}")
+            except fastpath.StepError as error:
+                if error.errno not in _BATCH_MISSING:
+                    raise self._refused(error) from error
         for key, value in zip(keys, values, strict=True):
             self.update(key, value)
 
     def delete_all(self, keys: Sequence[bytes]) -> None:
         """Remove many; absent ones are fine."""
-        if len(keys) > 1 and self._batch(_DELETE_BATCH, b"".join(keys), None, len(keys)) >= 0:
-            return
+        if len(keys) > 1:
+            with contextlib.suppress(fastpath.StepError):
+                fastpath.delete_map_batch(self.fd, b"".join(keys), len(keys))
+                return
         for key in keys:
             self.delete(key)
 
-    def _batch(self, command: int, keys: bytes, values: bytes | None, count: int) -> int:
-        batch = _Batch(keys=keys, values=values, count=count, map_fd=self.fd)
-        return _bpf(command, batch)
+    def _refused(self, error: OSError) -> DSecError:
+        return _failed(-(error.errno or 0), f"enter into the map {self.name}")
 
 
 def link_cgroup(program: int, cgroup_fd: int, kind: int) -> int:

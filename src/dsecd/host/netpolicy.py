@@ -31,6 +31,7 @@ MAX_ADDRESSES = 4096  # of names, in one sandbox
 _IDLE_POLICIES = 256
 _GRACE_S = 0.05  # a program that read the old binding is done with its look-ups long before
 _FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB  # PROC_CGROUP_INIT_INO of include/linux/proc_ns.h
+_NO_COUNTS = bytes(nettable.COUNTERS_BYTES)
 _BITS = {6: nettable.TCP, 17: nettable.UDP}
 
 
@@ -148,14 +149,14 @@ class NetworkPolicies:
         """
         self._bury()
         before = self._bound.get(cgroup)
-        policy = self._policy(access.table)
+        key, policy = _u64(cgroup), self._policy(access.table)
         bound = _Bound(access, policy, self._number(), {}, before.link if before else None)
         try:
             for address, opening in openings:
                 self._open(bound, pack_address(address), opening)
             if before is None:
-                self._counts.enter(_u64(cgroup), bytes(nettable.COUNTERS_BYTES))
-            self._bindings.update(_u64(cgroup), _packed(bound))
+                self._counts.enter(key, _NO_COUNTS)
+            self._bindings.update(key, _packed(bound))
         except BaseException:
             self._discard(bound)
             raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -122,21 +122,21 @@ def find(rows: Sequence[Row], address: bytes) -> tuple[PortRange, ...]:
     return ranges
 
 
-def probed(count: int, sought: int) -> Iterator[int]:
-    """Yield which of `count` lengths are tried until number `sought` is, by its row's being there.
+@functools.lru_cache(1024)  # most rows have the same few lengths
+def probed(count: int, sought: int) -> tuple[int, ...]:
+    """Return which of `count` lengths are tried until number `sought` is, by its row's being there.
 
     Binary search on prefix lengths: Waldvogel et al., "Scalable High Speed IP Routing Lookups",
     SIGCOMM 1997, section 3. The steps are those of `rules_allow` in bpf/decide.h.
     """
+    tried: list[int] = []
     place, step = 0, FIRST_STEP
-    while step:
+    while step and (not tried or tried[-1] != sought):
         if place + step <= count:
-            tried = place + step - 1
-            yield tried
-            if tried == sought:
-                return
-            place += step if tried < sought else 0
+            tried.append(place + step - 1)
+            place += step if tried[-1] < sought else 0
         step //= 2
+    return tuple(tried)
 
 
 def family(row: Row) -> int:

@@ -8,6 +8,8 @@ denies: deny wins, so that such a rule would have no effect and its author would
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable
 from ipaddress import IPv4Network, IPv6Network
 from typing import Any, TypeVar
@@ -109,13 +111,16 @@ def _lines(policy: Policy, layer: str, known: Catalogue) -> Iterable[Line]:
 
 def _said(parts: list[Policy], key: str, table: str, otherwise: T) -> T:
     """Return what the last of `parts` that says something of `key` in a table says."""
-    said = [getattr(getattr(part, table), key) for part in parts]
-    return next((value for value in reversed(said) if value is not None), otherwise)
+    for part in reversed(parts):
+        value: T | None = getattr(getattr(part, table), key)
+        if value is not None:
+            return value
+    return otherwise
 
 
 def _gathered(lines: list[Line], kind: str) -> tuple[Any, ...]:
     """Return the rules of one kind of all lines, each once, in an order of their own."""
-    found = {rule: None for line in lines for rule in getattr(line, kind)}
+    found = dict.fromkeys(itertools.chain.from_iterable(map(operator.attrgetter(kind), lines)))
     if len(found) > MAX_RULES:
         raise InvalidArgument(
             f"policy: {len(found)} rules for {kind}, at most {MAX_RULES} are taken; "

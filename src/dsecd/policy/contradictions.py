@@ -36,8 +36,11 @@ def refuse(lines: Iterable[Line]) -> None:
     A policy may deny what its preset allows; anything else is a contradiction.
     """
     entries = list(lines)
-    everywhere = _Denials(line for line in entries if line.verdict == "deny")
-    in_presets = _Denials(line for line in entries if line.verdict == "deny" and line.layer)
+    denials = [line for line in entries if line.verdict == "deny"]
+    if not denials:
+        return
+    everywhere = _Denials(denials)
+    in_presets = _Denials(line for line in denials if line.layer)
     for line in entries:
         winners = (in_presets if line.layer else everywhere).over(line)
         if winners:

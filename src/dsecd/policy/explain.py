@@ -6,7 +6,8 @@ is enforced by the first mechanism that has both and does all of it. `require_al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, Protocol
 
 import msgspec
@@ -21,6 +22,8 @@ from libdsec.errors import Unsupported
 State = Literal["enforced", "partly", "closed", "not enforced"]
 _WORSE: dict[State, int] = {"enforced": 0, "partly": 1, "closed": 2, "not enforced": 3}
 _BY_LINK = ("bpf_cgroup", "resolver", "relay")  # without them a sandbox with rules has no link
+_Ways = tuple[Way, ...]  # of one typed rule
+_Fate = tuple[State, tuple[str, ...], tuple[str, ...], tuple[str, ...]]  # see `Row`
 CLOSED = "nothing is reachable, for the rules cannot be enforced"
 
 
@@ -62,14 +65,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return f"{said}: {'; '.join(self.reasons)}" if self.reasons else said
 
 
-class _Host:
-    """Which mechanisms there are, and why the others are not."""
+class Host:
+    """What enforces rules on a host, in sandboxes to which the mechanisms `offered` are applied.
 
-    def __init__(
-        self, table: Iterable[Feature], offered: Collection[str] | None, closed: bool
-    ) -> None:
+    `table` is that of `dsecd.host.probe.probe()`; `offered` None: all of `mechanisms.NEEDS` are.
+    `there` are those of them that this host has.
+    """
+
+    def __init__(self, table: Iterable[Feature], offered: Collection[str] | None = None) -> None:
         rows = {row.name: row for row in table}
         self._missing: dict[str, str] = {"default": ""}
+        lacking = set()
         for mechanism, needs in NEEDS.items():
             applied = offered is None or mechanism in offered
             self._missing[mechanism] = "" if applied else f"{mechanism} is not applied here"
@@ -78,9 +84,49 @@ class _Host:
                 if row is None or not row.available:
                     why = row.reason if row else "not in the probe's table"
                     self._missing[mechanism] = f"{mechanism} is not there ({need}: {why})"
-        self._closed = closed
+                    lacking.add(mechanism)
+        applied_here = NEEDS if offered is None else offered
+        self.there = tuple(name for name in applied_here if name not in lacking)
+        # a sandbox with rules on networks gets no link, for they would not hold
+        self.leaves_closed = (
+            "bpf_cgroup" in applied_here and "bpf_cgroup" in lacking and "netns" not in lacking
+        )
+        # most lines of most policies can be enforced in the same few ways
+        self._judged = functools.lru_cache(256)(self._judge)
 
-    def judge(self, ways: tuple[Way, ...]) -> tuple[State, str, tuple[str, ...]]:
+    def explain(self, compiled: Compiled, closed: bool | None = None) -> tuple[Row, ...]:
+        """Return a row for each entry of the policy and for each default that denies.
+
+        `closed`: whether the sandbox has no link, for want of rules; None for one that is to be
+        made.
+        """
+        closed = self.leaves_closed if closed is None else closed
+        reached = mechanisms.reach(compiled.net)
+        lines = [(line, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
+        return tuple(
+            _row(line, *self._judged(ways, closed))
+            for line, ways in (*lines, *_defaults(compiled, reached))
+        )
+
+    def _judge(self, ways: tuple[_Ways, ...], closed: bool) -> _Fate:
+        """Return what becomes of a line whose typed rules have `ways`: as good as the worst."""
+        state: State = "enforced"
+        by: dict[str, None] = {}
+        reasons: dict[str, None] = {}
+        remarks: dict[str, None] = {}
+        for each in ways:
+            found, mechanism, missing = self._judge_rule(each, closed)
+            if mechanism:
+                by[mechanism] = None
+            remarks |= dict.fromkeys(
+                way.remark for way in each if way.remark and mechanism in ("", way.mechanism)
+            )
+            if found != "enforced":
+                reasons |= dict.fromkeys(missing)
+            state = max(state, found, key=_WORSE.__getitem__)
+        return state, tuple(by), tuple(reasons), tuple(remarks)
+
+    def _judge_rule(self, ways: _Ways, closed: bool) -> tuple[State, str, tuple[str, ...]]:
         """Return the state, the mechanism ("" for none) and what is missing, of one rule."""
         there = [way for way in ways if not self._missing[way.mechanism]]
         for way in there:
@@ -89,37 +135,9 @@ class _Host:
         missing = tuple(self._missing[way.mechanism] for way in ways if way not in there)
         if there:
             return "partly", there[0].mechanism, (there[0].short, *missing)
-        if self._closed and any(way.mechanism in _BY_LINK for way in ways):
+        if closed and any(way.mechanism in _BY_LINK for way in ways):
             return "closed", "netns", (CLOSED, *missing)
         return "not enforced", "", missing
-
-
-def explain(
-    compiled: Compiled,
-    table: Iterable[Feature],
-    offered: Collection[str] | None = None,
-    closed: bool | None = None,
-) -> tuple[Row, ...]:
-    """Return a row for each entry of the policy and for each default that denies.
-
-    `table` is that of `dsecd.host.probe.probe()`; `offered` are the mechanisms that are
-    applied to a sandbox, None for all of them. `closed`: whether it has no link, for want of
-    rules; None for one that is to be made.
-    """
-    table = tuple(table)
-    host = _Host(table, offered, leaves_closed(table, offered) if closed is None else closed)
-    reached = mechanisms.reach(compiled.net)
-    rows = [_row(line, host, tuple(_ways(line, compiled, reached))) for line in compiled.lines]
-    return (*rows, *_defaults(compiled, reached, host))
-
-
-def leaves_closed(table: Iterable[Feature], offered: Collection[str] | None = None) -> bool:
-    """Say whether a sandbox with rules on networks gets no link here, for they would not hold."""
-    there = {row.name for row in table if row.available}
-    applied = offered is None or "bpf_cgroup" in offered
-    return (
-        applied and there.issuperset(NEEDS["netns"]) and not there.issuperset(NEEDS["bpf_cgroup"])
-    )
 
 
 def unenforced(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -140,29 +158,20 @@ def require_all(rows: Iterable[Row]) -> None:
         )
 
 
-def _row(line: Line, host: _Host, ways: tuple[tuple[Way, ...], ...]) -> Row:
-    """Return the row of a line: as good as its worst rule."""
-    state: State = "enforced"
-    by: dict[str, None] = {}
-    reasons: dict[str, None] = {}
-    remarks: dict[str, None] = {}
-    for each in ways:
-        found, mechanism, missing = host.judge(each)
-        if mechanism:
-            by[mechanism] = None
-        remarks |= dict.fromkeys(
-            way.remark for way in each if way.remark and mechanism in ("", way.mechanism)
-        )
-        if found != "enforced":
-            reasons |= dict.fromkeys(missing)
-        state = max(state, found, key=_WORSE.__getitem__)
+def _row(
+    line: Line,
+    state: State,
+    by: tuple[str, ...],
+    reasons: tuple[str, ...],
+    remarks: tuple[str, ...],
+) -> Row:
     return Row(
         place=line.place, layer=line.layer, verdict=line.verdict, text=line.text,
-        state=state, by=tuple(by), reasons=tuple(reasons), remarks=tuple(remarks),
+        state=state, by=by, reasons=reasons, remarks=remarks,
     )  # fmt: skip
 
 
-def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[tuple[Way, ...]]:
+def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[_Ways]:
     """Yield the ways of each typed rule of a line."""
     system = compiled.system
     for _ in line.nets:
@@ -183,17 +192,18 @@ def _ways(line: Line, compiled: Compiled, reached: Reach) -> Iterator[tuple[Way,
         yield mechanisms.for_vsock(system)
 
 
-def _defaults(compiled: Compiled, reached: Reach, host: _Host) -> Iterator[Row]:
-    """Yield a row for each default that denies: it is a rule like any other."""
+def _defaults(compiled: Compiled, reached: Reach) -> Iterator[tuple[Line, tuple[_Ways, ...]]]:
+    """Yield a line for each default that denies, with its ways: it is a rule like any other."""
     system = compiled.system
-    for table, verdict, ways in (
-        ("network", compiled.net.default, mechanisms.for_net(reached)),
-        ("files", compiled.files.default, mechanisms.for_file_default(compiled.files)),
-        ("ioctls", system.ioctl_default, mechanisms.for_ioctl()),
-        ("mounts", system.mount_default, mechanisms.for_mount_default(system)),
-        ("unix", system.unix_default, mechanisms.for_unix_default()),
-        ("vsock", system.vsock_default, mechanisms.for_vsock(system)),
-    ):
+    defaults: tuple[tuple[str, Verdict, Callable[[], _Ways]], ...] = (
+        ("network", compiled.net.default, lambda: mechanisms.for_net(reached)),
+        ("files", compiled.files.default, lambda: mechanisms.for_file_default(compiled.files)),
+        ("ioctls", system.ioctl_default, mechanisms.for_ioctl),
+        ("mounts", system.mount_default, lambda: mechanisms.for_mount_default(system)),
+        ("unix", system.unix_default, mechanisms.for_unix_default),
+        ("vsock", system.vsock_default, lambda: mechanisms.for_vsock(system)),
+    )
+    for table, verdict, ways in defaults:
         if verdict == "deny":
-            line = Line(place=f"{table}.default", layer="", verdict="deny", text="all else")
-            yield _row(line, host, (ways,))
+            place = f"{table}.default"
+            yield Line(place=place, layer="", verdict="deny", text="all else"), (ways(),)

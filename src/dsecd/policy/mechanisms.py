@@ -69,7 +69,7 @@ SEEN = "its attributes can be read, and a unix socket there connected to"
 ATTRIBUTES = "chmod, chown and changes of extended attributes are not denied"
 
 
-class Way(msgspec.Struct, frozen=True):
+class Way(msgspec.Struct, frozen=True, cache_hash=True):
     """A mechanism of `NEEDS`, or `default` where nothing has to be done.
 
     `short` is what it does not do of the rule, `remark` what else is to be known of it.
@@ -81,6 +81,8 @@ class Way(msgspec.Struct, frozen=True):
 
 
 NOTHING_TO_DO = (Way("default"),)
+_BY_PACKET = (Way("bpf_cgroup"),)
+_NO_LINK = (Way("netns"), Way("bpf_cgroup"))
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -108,7 +110,7 @@ def reach(policy: NetPolicy) -> Reach:
 
 def for_net(reached: Reach) -> tuple[Way, ...]:
     """Return the ways for rules on networks and for the default."""
-    return (Way("netns"), Way("bpf_cgroup")) if reached.closed else (Way("bpf_cgroup"),)
+    return _NO_LINK if reached.closed else _BY_PACKET
 
 
 def for_name(rule: NameRule, reached: Reach) -> tuple[Way, ...]:

@@ -39,10 +39,9 @@ def compile_table(policy: NetPolicy) -> Table:
     """Return the table of `policy`. Raises `InvalidArgument` for too many ranges at one prefix."""
     denied = [rule for rule in policy.rules if rule.verdict == "deny"]
     rows = _rows(policy.rules, open_=policy.default == "allow")
-    rows = (*rows, *_signposts(rows))
     return Table(
-        rows,
-        nettable.pack_lengths(rows),
+        (*rows, *_signposts(rows)),
+        nettable.pack_lengths(rows),  # those of the signposts are among them
         _rows([_flipped(rule) for rule in denied], open_=False) if denied else (),
     )
 
@@ -63,15 +62,15 @@ def _flipped(rule: NetRule) -> NetRule:
 
 
 def _rows(rules: Sequence[NetRule], open_: bool) -> tuple[Row, ...]:
-    found: list[Row] = []
-    for version in (4, 6):
-        by_prefix: dict[tuple[int, int], list[NetRule]] = {_root(version): []}
-        for rule in rules:
-            prefix = _prefix(rule)
-            if rule.prefix.version == version and not (version == 6 and _is_mapped(*prefix)):
-                by_prefix.setdefault(prefix, []).append(rule)
-        found += _chain(by_prefix, open_)
-    return tuple(found)
+    four: dict[tuple[int, int], list[NetRule]] = {(_MAPPED, MAPPED_BITS): []}
+    six: dict[tuple[int, int], list[NetRule]] = {(0, 0): []}
+    for rule in rules:
+        address, bits = int(rule.prefix.network_address), rule.prefix.prefixlen
+        if rule.prefix.version == 4:
+            four.setdefault((_MAPPED | address, MAPPED_BITS + bits), []).append(rule)
+        elif bits < MAPPED_BITS or address >> 32 != _MAPPED >> 32:  # others are judged as IPv4
+            six.setdefault((address, bits), []).append(rule)
+    return (*_chain(four, open_), *_chain(six, open_))
 
 
 def _signposts(rows: Iterable[Row]) -> list[Row]:
@@ -85,8 +84,10 @@ def _signposts(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         mine = lengths[nettable.family(row)]
         for place in nettable.probed(len(mine), mine.index(row.bits)):
+            if mine[place] >= row.bits:
+                continue
             at = (_cut(row.address, mine[place]), mine[place])
-            if mine[place] < row.bits and at not in known and at not in found:
+            if at not in known and at not in found:
                 around = ((_cut(at[0], bits), bits) for bits in reversed(mine[:place]))
                 found[at] = Row(*at, next(known[each] for each in around if each in known))
     return list(found.values())
@@ -95,21 +96,6 @@ def _signposts(rows: Iterable[Row]) -> list[Row]:
 def _cut(address: bytes, bits: int) -> bytes:
     """Return the prefix of `address` that is `bits` long."""
     return (int.from_bytes(address, "big") >> (128 - bits) << (128 - bits)).to_bytes(16, "big")
-
-
-def _root(version: int) -> tuple[int, int]:
-    return (_MAPPED, MAPPED_BITS) if version == 4 else (0, 0)
-
-
-def _prefix(rule: NetRule) -> tuple[int, int]:
-    address = int(rule.prefix.network_address)
-    if rule.prefix.version == 4:
-        return _MAPPED | address, MAPPED_BITS + rule.prefix.prefixlen
-    return address, rule.prefix.prefixlen
-
-
-def _is_mapped(address: int, bits: int) -> bool:
-    return bits >= MAPPED_BITS and address >> 32 == _MAPPED >> 32
 
 
 def _chain(by_prefix: dict[tuple[int, int], list[NetRule]], open_: bool) -> list[Row]:
