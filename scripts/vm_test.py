@@ -3,8 +3,9 @@
 Debian's kernel package is fetched once and unpacked into a cache; nothing is installed. The RAM
 disk is made here: busybox, the few modules that reach the root, a script. The host's / is shared by
 9p; what the guest changes is gone with it. /tmp, /var/tmp and /var/lib/dsec are on a disk of its
-own, for EROFS images must lie on a disk file system. Output comes through a console of its own, so
-that messages of the kernel do not mix with it; those are shown when the guest dies.
+own, for EROFS images must lie on a disk file system. The disk starts with a Debian layer, which the
+stores of tests link: to copy it from the host takes a minute. Output comes through a console of its
+own, so that messages of the kernel do not mix with it; those are shown when the guest dies.
 """
 
 from __future__ import annotations
@@ -26,23 +27,30 @@ from pathlib import Path
 
 from dsecd.host.probe import REQUIRED
 
-# What this kernel has: a skip for one of them is a failure
-PROVIDED = (
-    *REQUIRED, "nftables", "veth", "bpf_cgroup", "bpf_fs", "bpf_lsm", "apparmor", "landlock",
-)  # fmt: skip
+# What these guests have: a skip for one of them is a failure
+PROVIDED = {
+    "vm": (
+        *REQUIRED, "nftables", "veth", "bpf_cgroup", "bpf_fs", "bpf_lsm", "apparmor", "landlock",
+    ),
+    "smt": (*REQUIRED, "core_scheduling"),
+}  # fmt: skip
 META_PACKAGE = "linux-image-6.12-amd64"
 CACHE = Path("/var/cache/dsec-vm")
+CHECKOUT = Path(__file__).parents[1]
+LAYERS = "/var/tmp/dsec-tests"  # in the guest: DSEC_TEST_CACHE
 MODULES = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "crc32c_generic", "ext4", "virtio_rng")
 COMMAND_LINE = (
     "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
     "nokaslr init_on_alloc=0 rcupdate.rcu_expedited=1 swiotlb=noforce "
-    "lsm=landlock,yama,apparmor,bpf"
+    "lsm=landlock,yama,apparmor"
 )
 # Without cx16 off, kernels from 6.12 on now and then fail to boot under TCG.
 # One CPU: with several, one may run code that another has just replaced. The kernel does that when
-# a BPF program is attached, and then dies of a breakpoint that it has taken back.
+# a BPF program is attached, and then dies of a breakpoint that it has taken back. Therefore several
+# take turns in one thread, and there is no BPF LSM; the first cookie replaces code, too.
 CPU, SMT_CPU = "max,-cx16", "Skylake-Client-v1,-cx16"
 SMT = "4,sockets=1,cores=2,threads=2"
+NO_TESTS = 5  # of pytest: what was asked for is in the other guest
 EXIT = "vm-test: exit "
 START = r"""#!/bin/busybox sh
 b=/bin/busybox
@@ -76,10 +84,12 @@ exec $b switch_root /new /bin/bash /run/command
 COMMAND = r"""
 exec </dev/null >/dev/hvc0 2>&1
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
+export DSEC_TEST_CACHE={layers}
 mkdir /run/checkout
 mount --bind {checkout} /run/checkout  # it may lie in a place that is about to be covered
 for place in /tmp /var/tmp /var/lib/dsec; do
-  mkdir -p -m 1777 "$place" "/disk$place"
+  mkdir -p "$place" "/disk$place"
+  chmod 1777 "/disk$place"
   mount --bind "/disk$place" "$place"
 done
 mkdir -p {checkout}
@@ -98,12 +108,17 @@ class Failed(Exception):
 
 
 class Kernel:
-    """An unpacked kernel package."""
+    """An unpacked kernel package: boot/ and lib/modules/ with files of one release."""
 
     def __init__(self, tree: Path) -> None:
         self.modules = tree / "lib/modules"
         self.release = next(self.modules.iterdir()).name
         self.image = tree / f"boot/vmlinuz-{self.release}"
+
+    def has(self, option: str) -> bool:
+        """Say whether this kernel was built with ``CONFIG_<option>=y``."""
+        config = self.image.with_name(f"config-{self.release}").read_text()
+        return f"CONFIG_{option}=y" in config.splitlines()
 
     def loading_order(self, names: Sequence[str]) -> list[Path]:
         """Return the files of `names` and of what they need, each after what it needs."""
@@ -150,7 +165,8 @@ def ram_disk(kernel: Kernel, command: str) -> bytes:
     modules = kernel.loading_order(MODULES)
     start = START.replace("{modules}", " ".join(path.name.removesuffix(".xz") for path in modules))
     script = COMMAND.replace("{command}", command).replace("{exit}", EXIT)
-    script = script.replace("{checkout}", shlex.quote(str(Path(__file__).parents[1])))
+    script = script.replace("{checkout}", shlex.quote(str(CHECKOUT)))
+    script = script.replace("{layers}", LAYERS)
     entries = [(name, 0o40755, b"") for name in ("bin", "dev", "modules", "proc", "sys")]
     entries.append(("bin/busybox", 0o100755, Path("/bin/busybox").read_bytes()))
     entries += [("init", 0o100755, start.encode()), ("command", 0o100644, script.encode())]
@@ -172,11 +188,12 @@ def _entry(number: int, name: str, mode: int, data: bytes) -> bytes:
 
 def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
     """Return the command; files of the guest are in `scratch`."""
-    argv = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35"]
+    threads, modules = ("single", "") if smt else ("multi", ",bpf")
+    argv = ["qemu-system-x86_64", "-accel", f"tcg,thread={threads}", "-machine", "q35"]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
     argv += ["-cpu", SMT_CPU if smt else CPU, "-smp", SMT if smt else "1", "-m", str(memory_mb)]
     argv += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd")]
-    argv += ["-append", COMMAND_LINE, "-serial", f"file:{scratch / 'console'}"]
+    argv += ["-append", COMMAND_LINE + modules, "-serial", f"file:{scratch / 'console'}"]
     argv += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out"]
     argv += ["-device", "virtconsole,chardev=out", "-device", "virtio-rng-pci"]
     for tag, path in (("host", "/"), ("modules", str(kernel.modules))):
@@ -188,19 +205,21 @@ def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
 
 @contextlib.contextmanager
 def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
-    """Yield a directory with the guest's RAM disk and an empty disk."""
+    """Yield a directory with the guest's RAM disk, and its disk with the small Debian layer."""
     with tempfile.TemporaryDirectory(prefix="vm-test-", dir="/var/tmp") as name:
         scratch = Path(name)
         (scratch / "initrd").write_bytes(ram_disk(kernel, command))
-        with (scratch / "disk").open("wb") as disk:
-            disk.truncate(8 << 30)
-        _output("mkfs.ext4", "-q", "-O", "^has_journal", str(scratch / "disk"))
+        tree, disk = scratch / "tree", scratch / "disk"
+        lend = ("-m", "tests.system.compat.debian", f"{tree}{LAYERS}")
+        _output(sys.executable, *lend, cwd=str(CHECKOUT))
+        disk.touch()
+        os.truncate(disk, 8 << 30)
+        _output("mkfs.ext4", "-q", "-O", "^has_journal", "-d", str(tree), str(disk))
         yield scratch
 
 
-def run(command: str, smt: bool, memory_mb: int, timeout_s: float) -> int:
+def run(kernel: Kernel, command: str, smt: bool, memory_mb: int, timeout_s: float) -> int:
     """Run `command` in a guest; return its exit status. Raises `Failed`."""
-    kernel = fetch_kernel()
     print(f"vm-test: booting {kernel.release}", flush=True)
     with prepared(kernel, command) as scratch:
         guest = subprocess.Popen(
@@ -234,18 +253,42 @@ def _follow(guest: subprocess.Popen[str]) -> int | None:
     return None
 
 
-def _marked() -> list[str]:
-    """Return the files with tests for the guest: collecting all of them there takes minutes."""
-    checkout = Path(__file__).parents[1]
-    files = sorted((checkout / "tests").rglob("test_*.py"))
-    marked = [file for file in files if re.search(r"mark\.vm\b", file.read_text())]
-    return [str(file.relative_to(checkout)) for file in marked]
+def _guests(options: argparse.Namespace, rest: list[str], kernel: Kernel) -> list[tuple[str, bool]]:
+    """Return what is run in each guest, and whether that one has SMT."""
+    if options.run is not None:
+        return [(options.run, options.smt)]
+    if options.smt:
+        return [(_pytest("smt", rest), True)]
+    guests = [(_pytest("vm", rest), False)]
+    if kernel.has("SCHED_CORE"):
+        guests.append((_pytest("smt", rest), True))
+    else:
+        lacks = "no CONFIG_SCHED_CORE: tests marked smt do not run"
+        print(f"vm-test: {kernel.release} has {lacks}", flush=True)
+    return guests
+
+
+def _pytest(marker: str, rest: list[str]) -> str:
+    tests = ["-m", marker, "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
+    if not any(word.startswith("tests") for word in rest):
+        tests += _marked(marker)
+    environment = f"DSEC_MUST_RUN={','.join(PROVIDED[marker])} DSEC_TEST_GUEST=1"
+    environment += " DSEC_TEST_PATIENCE=15"
+    return f"{environment} .venv/bin/python -m pytest {shlex.join(tests)}"
+
+
+def _marked(marker: str) -> list[str]:
+    """Return the files with tests for a guest: collecting all of them there takes minutes."""
+    files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
+    marked = [file for file in files if re.search(rf"mark\.{marker}\b", file.read_text())]
+    return [str(file.relative_to(CHECKOUT)) for file in marked]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="vm-test")
     parser.add_argument("--run", metavar="COMMAND")
     parser.add_argument("--smt", action="store_true")
+    parser.add_argument("--kernel", metavar="TREE", type=Path)
     parser.add_argument("--memory-mb", type=int, default=4096)
     parser.add_argument("--timeout-s", type=float, default=4500.0)
     options, rest = parser.parse_known_args()
@@ -253,20 +296,21 @@ def main() -> int:
         parser.error("needs root: it shares this host's / with the guest")
     if shutil.which("qemu-system-x86_64") is None:
         parser.error("qemu-system-x86 is missing")
-    command = options.run
-    if command is None:
-        tests = ["-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
-        if not any(word.startswith("tests") for word in rest):
-            tests += _marked()
-        command = f"DSEC_MUST_RUN={','.join(PROVIDED)} DSEC_TEST_GUEST=1 DSEC_TEST_PATIENCE=15 "
-        command += f".venv/bin/python -m pytest {shlex.join(tests)}"
+    if options.kernel and not (options.kernel / "lib/modules").is_dir():
+        parser.error(f"{options.kernel} is no unpacked kernel package: it has no lib/modules")
     # ended from outside, it takes the guest and its files along
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return run(command, options.smt, options.memory_mb, options.timeout_s)
+        kernel = Kernel(options.kernel) if options.kernel else fetch_kernel()
+        ended = [
+            run(kernel, command, smt, options.memory_mb, options.timeout_s)
+            for command, smt in _guests(options, rest, kernel)
+        ]
     except Failed as error:
         print(f"vm-test: {error}", file=sys.stderr)
         return 1
+    failed = [status for status in ended if status not in (0, NO_TESTS)]
+    return failed[0] if failed else min(ended)
 
 
 if __name__ == "__main__":
