@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsecd.host import zram
-from dsecd.host.kernelfs import KernelFiles
+from tests.system.memory_lab import needs_zram
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
@@ -38,7 +37,7 @@ def test_a_quick_run_has_sandboxes_that_all_answer(tmp_path: Path) -> None:
     assert 0 < facts["mib_per_sandbox"] < 20
 
 
-@pytest.mark.skipif(bool(zram.missing(KernelFiles())), reason="the kernel has no zram")
+@needs_zram
 def test_paused_pythons_give_their_memory_and_answer(tmp_path: Path) -> None:
     made = quick("pause", tmp_path)
     (facts,) = (run for run in made["runs"] if run["kind"] == "paused")

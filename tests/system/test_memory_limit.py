@@ -26,9 +26,8 @@ MIB = 1 << 20
 WHOLE = pressure.memory().total_bytes // MIB  # of which the host itself uses some
 PATIENCE = float(os.environ.get("DSEC_TEST_PATIENCE", "1"))
 
-
-# what dd reads at once it holds until it is written
-TAKE = "dd if=/dev/zero bs={mib}M count=1"
+# what dd reads it holds until it is written; one read(2) gives 2 GiB at most
+TAKE = "dd if=/dev/zero bs={mib}M count=1 iflag=fullblock"
 
 
 async def answered(view: View, times: list[float]) -> None:

@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.model import Event
-from tests.system.compat.debian import IMAGE, build, lend
-from tests.system.daemon import Daemon, daemon
-from tests.system.world_lab import World, is_pinned, world
+from tests.system.compat.debian import IMAGE
+from tests.system.daemon import Daemon
+from tests.system.world_lab import World, housed, is_pinned, world
 
 pytestmark = [
     pytest.mark.root,
@@ -54,16 +54,8 @@ def internet() -> Iterator[World]:
 
 
 @pytest_asyncio.fixture
-async def running(internet: World) -> AsyncIterator[Daemon]:
-    layer = await build()
-    async with daemon(base=False, netns=internet.host) as made:
-        await lend(layer, made.state)
-        yield made
-
-
-@pytest_asyncio.fixture
-async def client(running: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{running.socket}") as made:
+async def host(internet: World) -> AsyncIterator[Daemon]:
+    async with housed(internet) as made:
         yield made
 
 
@@ -189,7 +181,7 @@ async def test_a_port_scan_shows(client: DSecClient) -> None:
 
 
 async def test_the_policy_outlives_a_killed_daemon(
-    client: DSecClient, running: Daemon, internet: World
+    client: DSecClient, host: Daemon, internet: World
 ) -> None:
     sandbox = await make(client, ONLY_GOOD)
     script = (
@@ -201,15 +193,15 @@ async def test_the_policy_outlives_a_killed_daemon(
     command = await sandbox.commands.run(["python3", "-c", script], background=True)
     said = aiter(command)
     assert (await anext(said)).data == b"up\n"
-    running.kill()
-    assert is_pinned(running.runtime)
+    host.kill()
+    assert is_pinned(host.runtime)
     await asyncio.sleep(0.3)
-    await running.start()
+    await host.start()
     assert await reached(sandbox, "good.example/80", f"{OTHER}/80", "bad.example/80") == {
         "good.example/80": GOOD6, f"{OTHER}/80": DENIED, "bad.example/80": "NXDOMAIN",
     }  # fmt: skip
     await sandbox.update_network(policy=CLOSED)
-    await running.restart()
+    await host.restart()
     assert await reached(sandbox, "good.example/80", f"{GOOD}/80") == {
         "good.example/80": "NXDOMAIN", f"{GOOD}/80": DENIED,
     }  # fmt: skip
@@ -219,7 +211,7 @@ async def test_the_policy_outlives_a_killed_daemon(
 
 
 async def test_who_takes_the_resolver_s_place_while_it_is_away_gets_no_names(
-    client: DSecClient, running: Daemon
+    client: DSecClient, host: Daemon
 ) -> None:
     sandbox = await make(client, ONLY_GOOD)
     script = (
@@ -233,17 +225,17 @@ async def test_who_takes_the_resolver_s_place_while_it_is_away_gets_no_names(
         "s[0].listen(); print('mine', flush=True); time.sleep(99)\n"
     )
     command = await sandbox.commands.run(["python3", "-c", script], background=True)
-    running.kill()
+    host.kill()
     await asyncio.sleep(0.5)
-    await running.start()
+    await host.start()
     assert (await anext(aiter(command))).data == b"mine\n"
     assert (await reached(sandbox, f"{OTHER}/80"))[f"{OTHER}/80"] == DENIED
     await sandbox.update_network(policy=CLOSED)
 
 
-async def test_nothing_is_pinned_after_the_end(running: Daemon, client: DSecClient) -> None:
+async def test_nothing_is_pinned_after_the_end(host: Daemon, client: DSecClient) -> None:
     await make(client, ONLY_GOOD)
-    assert is_pinned(running.runtime)
-    await running.end()
-    assert not is_pinned(running.runtime)
-    await running.start()
+    assert is_pinned(host.runtime)
+    await host.end()
+    assert not is_pinned(host.runtime)
+    await host.start()

@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from dsecd import fastpath
-from dsecd.host import swap, zram
-from dsecd.host.kernelfs import KernelFiles
+from dsecd.host import swap
 from libdsec.model import CommandResult, Paused, SandboxInfo
 from tests.system.daemon import IMAGE, Daemon, daemon
-from tests.system.test_reclaim import HELD, hold, metrics
+from tests.system.memory_lab import FILES, HELD, MIB, hold, metrics, needs_zram, still_held
 from tests.wire_client import WireClient
 
-FILES = KernelFiles()
-MIB = 1 << 20
 ZRAM = {"swap": "zram", "swap_mb": 256, "when": "off"}
 
 pytestmark = pytest.mark.root
-needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
 
 
 async def pause(client: WireClient, name: str, target_bytes: int | None = None) -> Paused:
@@ -111,7 +107,6 @@ async def test_a_paused_sandbox_is_stopped_and_leaves_nothing() -> None:
         assert made.remains() == []
 
 
-@pytest.mark.vm
 async def test_it_stays_paused_when_the_daemon_is_killed() -> None:
     async with daemon() as made:
         client = await made.client()
@@ -168,8 +163,7 @@ async def test_checkpoint_pack_and_rollback_of_a_paused_sandbox() -> None:
         assert (await client.run(info.id, "cat", "/x")).stdout == b"1"
 
 
-@pytest.mark.vm
-@pytest.mark.parametrize("kind", [pytest.param("zram", marks=needs_zram), "file"])
+@pytest.mark.parametrize("kind", [pytest.param("zram", marks=[needs_zram, pytest.mark.vm]), "file"])
 async def test_paused_memory_is_in_swap_and_comes_back(kind: str) -> None:
     async with daemon(reclaim=ZRAM | {"swap": kind}) as made:
         client = await made.client()
@@ -179,13 +173,7 @@ async def test_paused_memory_is_in_swap_and_comes_back(kind: str) -> None:
         assert paused.memory_before_bytes >= HELD
         assert paused.memory_bytes <= 8 * MIB
         assert paused.memory_swapped_bytes >= HELD * 3 // 4
-        await client.run(info.id, "touch", "/tmp/say")
-        for _ in range(200):
-            said = await client.run(info.id, "cat", "/tmp/said")
-            if said.exit_code == 0 and said.stdout.strip():
-                break
-            await asyncio.sleep(0.05)
-        assert said.stdout.strip() == str(HELD).encode()
+        await still_held(client, info.id)
 
 
 async def test_without_swap_the_reply_says_what_stays() -> None:
@@ -200,7 +188,6 @@ async def test_without_swap_the_reply_says_what_stays() -> None:
         assert paused.memory_bytes >= HELD
 
 
-@pytest.mark.vm
 @needs_zram
 async def test_under_pressure_the_daemon_pauses_what_is_idle_for_long() -> None:
     often = {"when": "always", "trim_after_s": 0.0, "pause_after_s": 1.0, "period_s": 0.5}

@@ -8,54 +8,15 @@ from pathlib import Path
 import pytest
 
 from dsecd.host import pageout, swap, vitals, zram
-from dsecd.host.kernelfs import KernelFiles
 from dsecd.host.pressure import memory
-from libdsec.model import Metrics
-from tests.system.daemon import Daemon, daemon
-from tests.wire_client import WireClient
+from tests.system.daemon import Daemon, daemon, until
+from tests.system.memory_lab import FILES, HELD, MIB, hold, metrics, needs_zram, still_held, swapped
 
-FILES = KernelFiles()
-MIB = 1 << 20
-HELD = 48 * MIB
 # a target that the host is above, however much is free
 ALWAYS = {"when": "always", "trim_after_s": 1.0, "period_s": 0.5, "pause_after_s": 0.0}
 ZRAM = {"swap": "zram", "swap_mb": 256}
 
 pytestmark = pytest.mark.root
-needs_zram = pytest.mark.skipif(bool(zram.missing(FILES)), reason=zram.missing(FILES) or "there")
-
-
-async def metrics(client: WireClient, name: str) -> Metrics:
-    found: Metrics = await client.call("sandbox.metrics", {"id": name}, kind=Metrics)
-    return found
-
-
-async def hold(client: WireClient, name: str) -> None:
-    """Have a background shell of the sandbox hold `HELD` in a variable, and tell when it does."""
-    script = (
-        f"x=$(head -c {HELD} /dev/zero | tr '\\0' x); echo ${{#x}} > /tmp/held; "
-        "while [ ! -e /tmp/say ]; do sleep 1; done; echo ${#x} > /tmp/said; sleep 1000"
-    )
-    await client.call(
-        "exec.start",
-        {"cid": "holder", "argv": [b"sh", b"-c", script.encode()], "background": True},
-        name,
-    )
-    for _ in range(600):
-        done = await client.run(name, "cat", "/tmp/held")
-        if done.exit_code == 0 and str(HELD).encode() in done.stdout:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("the sandbox did not get its memory")
-
-
-async def swapped(client: WireClient, name: str, at_least: int, wait_s: float = 20.0) -> Metrics:
-    for _ in range(int(wait_s / 0.25)):
-        found = await metrics(client, name)
-        if found.memory_swapped_bytes >= at_least:
-            return found
-        await asyncio.sleep(0.25)
-    raise AssertionError(f"only {found.memory_swapped_bytes >> 20} MiB were paged out: {found}")
 
 
 @pytest.mark.vm
@@ -69,14 +30,8 @@ async def test_an_idle_sandbox_gives_its_memory_and_gets_it_back() -> None:
         assert before.memory_bytes >= HELD
         after = await swapped(client, info.id, HELD * 3 // 4)
         assert after.memory_bytes <= before.memory_bytes - HELD // 2
-        assert '"trim"' in made.log()
-        await client.run(info.id, "touch", "/tmp/say")
-        for _ in range(200):
-            said = await client.run(info.id, "cat", "/tmp/said")
-            if said.exit_code == 0 and said.stdout.strip():
-                break
-            await asyncio.sleep(0.05)
-        assert said.stdout.strip() == str(HELD).encode()  # all of it is still there
+        await until(lambda: '"trim"' in made.log())  # said when it is done
+        await still_held(client, info.id)
 
 
 async def test_without_swap_anonymous_memory_stays_and_is_not_asked_for_again() -> None:

@@ -19,10 +19,11 @@ from dsecd.secrets.authority import Authority
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.errors import Unavailable
 from libdsec.model import Event
-from tests.system.compat.debian import IMAGE, build, lend
-from tests.system.daemon import Daemon, daemon
+from tests.system.compat.debian import IMAGE
+from tests.system.daemon import Daemon, until
 from tests.system.network_lab import listen
-from tests.system.world_lab import World, world
+from tests.system.user_view import by_node, get_at_once
+from tests.system.world_lab import World, housed, world
 
 pytestmark = [
     pytest.mark.root,
@@ -145,16 +146,8 @@ async def network(internet: World, tmp_path: Path) -> AsyncIterator[Network]:
 
 
 @pytest_asyncio.fixture
-async def running(internet: World, network: Network) -> AsyncIterator[Daemon]:
-    layer = await build()
-    async with daemon(base=False, netns=internet.host) as made:
-        await lend(layer, made.state)
-        yield made
-
-
-@pytest_asyncio.fixture
-async def client(running: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{running.socket}") as made:
+async def host(internet: World, network: Network) -> AsyncIterator[Daemon]:
+    async with housed(internet) as made:
         yield made
 
 
@@ -210,17 +203,9 @@ async def test_only_allowed_names_are_reached_at_a_shared_address(
 
 async def test_programs_of_all_kinds_come_through(client: DSecClient, network: Network) -> None:
     sandbox = await make(client)
-    node = (
-        f"require('http').get('http://{HOST}/', r => console.log(r.statusCode))"
-        ".on('error', e => console.log(e.message))"
-    )
-    assert (await sandbox.run("node", "-e", node, timeout=60)).stdout == "200\n"
-    tls = (
-        "process.env.NODE_TLS_REJECT_UNAUTHORIZED='0';"
-        f"require('https').get('https://{HOST}/', r => console.log(r.statusCode))"
-        ".on('error', e => console.log(e.message))"
-    )
-    assert (await sandbox.run("node", "-e", tls, timeout=60)).stdout == "200\n"
+    assert await by_node(sandbox, f"http://{HOST}/") == "200\n"
+    trusting = "process.env.NODE_TLS_REJECT_UNAUTHORIZED='0';"
+    assert await by_node(sandbox, f"https://{HOST}/", trusting) == "200\n"
     pip = (
         "from pip._vendor import requests\n"
         f"print(requests.get('https://{HOST}/', verify=False).text)"
@@ -286,18 +271,19 @@ async def test_an_update_is_refused_where_the_port_is_taken_and_changes_nothing(
     assert await resolved(sandbox, HOST) == [ADDRESS]
     assert await asked(sandbox, f"443:{OTHER}") == ["200 yes!"]
     await job.kill()
+    await job.wait()
     await sandbox.update_network(policy=CHECKED)
     assert await asked(sandbox, f"443:{HOST}") == ["200 yes!"]
     assert await asked(sandbox, f"443:{OTHER}") == ["alert TLSV1_UNRECOGNIZED_NAME"]
 
 
 async def test_it_outlives_a_killed_daemon(
-    client: DSecClient, running: Daemon, network: Network
+    client: DSecClient, host: Daemon, network: Network
 ) -> None:
     sandbox = await make(client)
     job = await sandbox.commands.run(["python3", "-c", HOLD], background=True)
     assert (await anext(aiter(job))).data == b"True\n"
-    await running.restart()
+    await host.restart()
     again = await client.get_sandbox(sandbox.id)
     assert await asked(again, f"443:{HOST}", f"80:{HOST}") == ["200 yes!"] * 2
     (alert,) = await asked(again, f"443:{OTHER}")
@@ -308,25 +294,13 @@ async def test_it_outlives_a_killed_daemon(
 
 
 async def test_many_at_once_leave_nothing_open(
-    client: DSecClient, running: Daemon, network: Network
+    client: DSecClient, host: Daemon, network: Network
 ) -> None:
     sandbox = await make(client)
     await asked(sandbox, f"443:{HOST}")
     await asyncio.sleep(1.5)  # its OOM watch is armed after a second
-    before = running.open_files()
-    script = (
-        "import ssl, threading, urllib.request\ngot = []\n"
-        "c = ssl._create_unverified_context()\ndef one(n):\n"
-        f"  url = ('https', 'http')[n % 2] + '://{HOST}/'\n"
-        "  try: got.append(urllib.request.urlopen(url, timeout=60, context=c).status)\n"
-        "  except OSError as e: got.append(str(e))\n"
-        "ts = [threading.Thread(target=one, args=(n,)) for n in range(200)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]; print(len(got), *set(got))"
-    )
-    done = await sandbox.run("python3", "-c", script, timeout=100)
-    assert done.stdout == "200 200\n"
-    for _ in range(300):
-        if running.open_files() <= before:
-            break
-        await asyncio.sleep(0.02)
-    assert running.open_files() <= before
+    before = host.open_files()
+    urls = [f"https://{HOST}/", f"http://{HOST}/"]
+    got = await get_at_once(sandbox, urls, 200, "_create_unverified_context")
+    assert got == "200 200\n"
+    await until(lambda: host.open_files() <= before, 6)

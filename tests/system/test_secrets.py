@@ -21,10 +21,11 @@ from dsecd.secrets.authority import Authority
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound, Sandbox
 from libdsec.errors import AlreadyExists
 from libdsec.model import CreateArgs, Event, SandboxInfo
-from tests.system.compat.debian import IMAGE, build, lend
-from tests.system.daemon import Daemon, daemon
+from tests.system.compat.debian import IMAGE
+from tests.system.daemon import Daemon, until
 from tests.system.network_lab import listen
-from tests.system.world_lab import World, world
+from tests.system.user_view import by_node, get_at_once
+from tests.system.world_lab import World, housed, world
 from tests.unit.secrets_upstream import HOST, VALUE, Api
 
 pytestmark = [
@@ -141,21 +142,10 @@ async def api(internet: World, public: Authority) -> AsyncIterator[Api]:
 
 
 @pytest_asyncio.fixture
-async def running(
+async def host(
     internet: World, public: Authority, api: Api, tmp_path: Path
 ) -> AsyncIterator[Daemon]:
-    layer = await build()
-    authorities = str(tmp_path / "public.pem")
-    async with daemon(
-        base=False, netns=internet.host, secrets={"authorities": authorities}
-    ) as made:
-        await lend(layer, made.state)
-        yield made
-
-
-@pytest_asyncio.fixture
-async def client(running: Daemon) -> AsyncIterator[DSecClient]:
-    async with DSecClient(f"unix:{running.socket}") as made:
+    async with housed(internet, secrets={"authorities": str(tmp_path / "public.pem")}) as made:
         yield made
 
 
@@ -197,11 +187,7 @@ async def test_programs_inside_use_a_secret_that_only_the_api_sees(
     sandbox = await make(client)
     urls = [f"https://{HOST}/ok", f"http://{HOST}/ok"]
     assert await fetched(sandbox, *urls) == ["200 yes", "200 yes"]
-    node = (
-        f"require('https').get('https://{HOST}/ok', r => console.log(r.statusCode))"
-        ".on('error', e => console.log(e.message))"
-    )
-    assert (await sandbox.run("node", "-e", node, timeout=60)).stdout == "200\n"
+    assert await by_node(sandbox, f"https://{HOST}/ok") == "200\n"
     requests = (
         "from pip._vendor import requests\n"
         f"print(requests.get('https://{HOST}/ok', headers={{'Authorization': 'mine'}}).text)"
@@ -215,7 +201,7 @@ async def test_programs_inside_use_a_secret_that_only_the_api_sees(
 
 @pytest.mark.timeout(240)
 async def test_the_secret_is_nowhere_inside_nor_in_what_the_daemon_tells(
-    client: DSecClient, running: Daemon, api: Api
+    client: DSecClient, host: Daemon, api: Api
 ) -> None:
     seen: list[Event] = []
 
@@ -246,17 +232,17 @@ async def test_the_secret_is_nowhere_inside_nor_in_what_the_daemon_tells(
     refused = [event.detail for event in seen if event.detail.get("where") == "secret"]
     assert refused[0]["name"] == HOST
     assert "TRACE" in refused[0]["reason"]
-    assert not any(TOKEN in text for text in [*told, running.log()])
+    assert not any(TOKEN in text for text in [*told, host.log()])
     kept = [
         path
-        for root in (running.state, running.runtime)
+        for root in (host.state, host.runtime)
         for path in root.rglob("*")
         if path.is_file()
         and not {"bpf", "layers"}.intersection(path.parts)
         and path.stat().st_size < 64 << 20  # without the volume of uppers, searched inside
         and TOKEN.encode() in path.read_bytes()
     ]
-    vault = running.state / f"secrets/{sandbox.id}.secrets"
+    vault = host.state / f"secrets/{sandbox.id}.secrets"
     assert kept == [vault]
     assert stat.S_IMODE(vault.stat().st_mode) == 0o600
     await sandbox.kill()
@@ -328,25 +314,25 @@ async def test_an_update_that_closes_the_name_takes_the_secret_away(
     assert await fetched(sandbox, f"https://{HOST}/ok") == ["200 yes"]
 
 
-async def test_secrets_outlive_a_killed_daemon(client: DSecClient, running: Daemon) -> None:
+async def test_secrets_outlive_a_killed_daemon(client: DSecClient, host: Daemon) -> None:
     args = arguments()
-    wire = await running.client()
+    wire = await host.client()
     made = await wire.call("sandbox.create", CreateArgs(key="k", args=args), kind=SandboxInfo)
-    await running.restart()
+    await host.restart()
     sandbox = await client.get_sandbox(made.id)
     assert await fetched(sandbox, f"https://{HOST}/ok", f"http://{HOST}/ok") == ["200 yes"] * 2
-    wire = await running.client()  # a retry of the create finds it, by the values too
+    wire = await host.client()  # a retry of the create finds it, by the values too
     again = await wire.call("sandbox.create", CreateArgs(key="k", args=args), kind=SandboxInfo)
     assert again.id == made.id
     changed = arguments(secrets={HOST: {"Authorization": "Bearer another-0123"}})
     with pytest.raises(AlreadyExists):
         await wire.call("sandbox.create", CreateArgs(key="k", args=changed), kind=SandboxInfo)
     await sandbox.kill()
-    assert list((running.state / "secrets").glob("*.secrets")) == []
+    assert list((host.state / "secrets").glob("*.secrets")) == []
 
 
 async def test_an_address_taken_while_no_daemon_runs_is_left_to_who_took_it(
-    client: DSecClient, running: Daemon
+    client: DSecClient, host: Daemon
 ) -> None:
     """Anybody inside may bind any loopback address; the proxy then has another one."""
     sandbox = await make(client)
@@ -361,9 +347,9 @@ async def test_an_address_taken_while_no_daemon_runs_is_left_to_who_took_it(
     )
     squatter = await sandbox.commands.run(["python3", "-c", script], background=True)
     await asyncio.sleep(0.5)
-    running.kill()
+    host.kill()
     await asyncio.sleep(1)
-    await running.start()
+    await host.start()
     assert (await anext(aiter(squatter))).data == b"taken\n"
     assert await fetched(sandbox, f"https://{HOST}/ok") == ["200 yes"]
     resolved = await sandbox.run("getent", "ahostsv4", HOST)
@@ -387,26 +373,14 @@ async def test_checkpoints_keep_the_trust_and_branches_ask_for_the_secret(
 
 
 async def test_a_hundred_requests_at_once_leave_nothing_open(
-    client: DSecClient, running: Daemon, api: Api
+    client: DSecClient, host: Daemon, api: Api
 ) -> None:
     sandbox = await make(client)
     await fetched(sandbox, f"https://{HOST}/ok")
     await asyncio.sleep(1.5)  # its OOM watch is armed after a second
-    before = running.open_files()
-    script = (
-        "import threading, urllib.request\ngot = []\ndef one():\n"
-        f"  try: got.append(urllib.request.urlopen('https://{HOST}/ok', timeout=60).status)\n"
-        "  except OSError as e: got.append(str(e))\n"
-        "ts = [threading.Thread(target=one) for _ in range(100)]\n"
-        "[t.start() for t in ts]; [t.join() for t in ts]; print(len(got), *set(got))"
-    )
-    done = await sandbox.run("python3", "-c", script, timeout=100)
-    assert done.stdout == "100 200\n"
-    for _ in range(300):
-        if running.open_files() <= before:
-            break
-        await asyncio.sleep(0.02)
-    assert running.open_files() <= before
+    before = host.open_files()
+    assert await get_at_once(sandbox, [f"https://{HOST}/ok"], 100) == "100 200\n"
+    await until(lambda: host.open_files() <= before, 6)
 
 
 @pytest.mark.parametrize(
@@ -419,11 +393,11 @@ async def test_a_hundred_requests_at_once_leave_nothing_open(
     ],
 )
 async def test_what_cannot_be_granted_is_refused_at_once(
-    client: DSecClient, running: Daemon, more: dict[str, Any], why: str
+    client: DSecClient, host: Daemon, more: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=why) as caught:
         await make(client, **more)
     assert TOKEN not in json.dumps(caught.value.detail) + caught.value.message
     with pytest.raises(NotFound):
         await client.get_sandbox("t0-n0-1-0")
-    assert list((running.state / "secrets").glob("*.secrets")) == []
+    assert list((host.state / "secrets").glob("*.secrets")) == []

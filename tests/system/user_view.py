@@ -22,6 +22,32 @@ async def shell(sandbox: Sandbox, text: str) -> str:
     return str(done.stdout)
 
 
+async def by_node(sandbox: Sandbox, url: str, before: str = "") -> str:
+    """Have node get a URL; return what it printed: the status, or why there is none."""
+    module = url.partition(":")[0]
+    script = (
+        f"{before}require('{module}').get('{url}', r => console.log(r.statusCode))"
+        ".on('error', e => console.log(e.message))"
+    )
+    return (await sandbox.run("node", "-e", script, timeout=60)).stdout
+
+
+async def get_at_once(
+    sandbox: Sandbox, urls: list[str], count: int, context: str = "create_default_context"
+) -> str:
+    """Have `count` threads get the URLs in turn; return how many did, and what came of them."""
+    script = (
+        "import ssl, threading, urllib.request\ngot = []\n"
+        f"urls, c = {urls}, ssl.{context}()\ndef one(n):\n"
+        "  url = urls[n % len(urls)]\n"
+        "  try: got.append(urllib.request.urlopen(url, timeout=60, context=c).status)\n"
+        "  except OSError as e: got.append(str(e))\n"
+        f"ts = [threading.Thread(target=one, args=(n,)) for n in range({count})]\n"
+        "[t.start() for t in ts]; [t.join() for t in ts]; print(len(got), *set(got))"
+    )
+    return (await sandbox.run("python3", "-c", script, timeout=100)).stdout
+
+
 @dataclass
 class View:
     """A daemon, a client of it and one sandbox."""

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import dns.message
@@ -23,6 +23,8 @@ import dns.rrset
 
 from dsecd import fastpath
 from dsecd.host import netns
+from tests.system.compat.debian import build, lend
+from tests.system.daemon import Daemon, daemon
 from tests.system.network_lab import INTERNET, UPLINK, command, datagrams, listen, write
 
 RESOLVER = "192.0.2.53"  # the one that `daemon.Daemon` configures
@@ -154,3 +156,12 @@ def world() -> Iterator[World]:
 def is_pinned(runtime: Path) -> bool:
     """Whether a daemon's network programs are pinned."""
     return any((runtime / "bpf").glob("*/at_connect4"))
+
+
+@contextlib.asynccontextmanager
+async def housed(internet: World, **sections: dict[str, object]) -> AsyncIterator[Daemon]:
+    """A daemon with the Debian layer whose host has the world for its network."""
+    layer = await build()
+    async with daemon(base=False, netns=internet.host, **sections) as made:
+        await lend(layer, made.state)
+        yield made

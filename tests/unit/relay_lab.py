@@ -22,7 +22,7 @@ from dsecd.policy.rules import NetPolicy
 from dsecd.relay.relay import SandboxRelay
 from dsecd.resolver.reserved import Address
 from dsecd.secrets.authority import Authority
-from tests.unit.secrets_proxy_lab import descriptors, head_and_body
+from tests.unit.secrets_proxy_lab import TIMING, descriptors, head_and_body
 
 HOST, SAME_LENGTH = "api.example.com", "bad.example.org"
 GET = "GET /{} HTTP/1.1\r\nHost: {}\r\n\r\n"
@@ -69,7 +69,7 @@ class Lab:
             self.doors, Reach(ALLOWED), find=self._find,
             open_tls=functools.partial(self._open, 443),
             open_http=functools.partial(self._open, 80),
-            on_refusal=self.refusals.append, limits=self._limits,
+            on_refusal=self.refusals.append, limits=self._limits, timing=TIMING,
         )  # fmt: skip
         self.relay.start()
 

@@ -30,7 +30,7 @@ SECRET = Secret(HOST, (Header("Authorization", VALUE),))
 OTHER = Secret("other.example.com", (Header("X-Key", "another-secret-value"),))
 GET = "GET {} HTTP/1.1\r\nHost: api.example.com\r\n\r\n"
 LIMITS = Limits(requests_burst=10_000)
-TIMING = Timing()
+TIMING = Timing(linger_s=0.1)
 # From its first loop on uvloop keeps a pipe for signals: it is no leak of a test
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as first:
     first.run(asyncio.sleep(0))

@@ -9,7 +9,7 @@ from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account
 from dsecd.engine.sandbox import Sandbox
-from dsecd.engine.snapshots import exclusive, save
+from dsecd.engine.snapshots import exclusive
 from libdsec.model import SandboxInfo, UpdateNetwork
 
 
@@ -31,7 +31,7 @@ async def _replace(manager: Manager, sandbox: Sandbox, handle: Handle, account: 
 
     async def journal(now: Handle) -> None:
         sandbox.account = account  # one row holds the handle and the policy that is bound by it
-        await save(manager, sandbox, now)
+        await sandbox.save(manager.journal, now)
 
     try:
         await manager.backend.update_network(handle, account.compiled.net, journal)

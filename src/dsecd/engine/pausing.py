@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 from dsecd import log
 from dsecd.backends.abc import Handle
@@ -22,11 +20,10 @@ from dsecd.engine.journal import PausedBy
 from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
-from dsecd.engine.waiter import completed
+from dsecd.engine.waiter import completed, each
 from libdsec.errors import DSecError, InvalidArgument, Unsupported, WrongState, to_wire
 from libdsec.model import Paused, Resumed
 
-T = TypeVar("T")
 logger = logging.getLogger("dsecd.engine")
 PARALLEL = 8  # of the sandboxes of one job
 STEP_BYTES = 32 << 20  # paged out before it is asked whether the sandbox is still paused
@@ -101,7 +98,7 @@ async def thaw(manager: Manager, sandbox: Sandbox) -> None:
     by, sandbox.paused_by = sandbox.paused_by, ""
     sandbox.move("resume")  # at once: a call may be answered before we hear of the thaw
     try:
-        await manager.backend.resume(sandbox.handle, _saver(manager, sandbox))
+        await manager.backend.resume(sandbox.handle, lambda now: sandbox.save(manager.journal, now))
     except BaseException:
         if sandbox.state in ALIVE:
             sandbox.move("pause")
@@ -129,7 +126,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
         entered, sandbox.paused_by = sandbox.entered, by
         try:
             with log.about(sandbox.id):
-                await manager.backend.pause(handle, _saver(manager, sandbox))
+                await manager.backend.pause(handle, lambda now: sandbox.save(manager.journal, now))
         except BaseException:
             sandbox.paused_by = ""
             raise
@@ -177,15 +174,6 @@ def _alive(sandbox: Sandbox) -> Handle:
     return sandbox.handle
 
 
-def _saver(manager: Manager, sandbox: Sandbox) -> Callable[[Handle], Awaitable[None]]:
-    async def save(handle: Handle) -> None:
-        sandbox.handle = handle
-        if sandbox.state in ALIVE:
-            await manager.journal.write(sandbox.row("running"))
-
-    return save
-
-
 # --- a whole job --------------------------------------------------------------------------------
 
 
@@ -200,7 +188,7 @@ async def pause_many(
         except DSecError as error:
             return Paused(id=sandbox.id, error=to_wire(error))
 
-    return await _each(_job(manager, labels), one)
+    return await each(_job(manager, labels), one, PARALLEL)
 
 
 async def resume_many(manager: Manager, labels: dict[str, str]) -> list[Resumed]:
@@ -213,20 +201,10 @@ async def resume_many(manager: Manager, labels: dict[str, str]) -> list[Resumed]
             return Resumed(id=sandbox.id, error=to_wire(error))
         return Resumed(id=sandbox.id)
 
-    return await _each(_job(manager, labels), one)
+    return await each(_job(manager, labels), one, PARALLEL)
 
 
 def _job(manager: Manager, labels: dict[str, str]) -> list[Sandbox]:
     if not labels:
         raise InvalidArgument("labels: at least one is required", field="labels")
     return [s for s in manager.select(labels, with_ended=False) if s.state in ALIVE]
-
-
-async def _each(sandboxes: list[Sandbox], work: Callable[[Sandbox], Awaitable[T]]) -> list[T]:
-    gate = asyncio.Semaphore(PARALLEL)
-
-    async def one(sandbox: Sandbox) -> T:
-        async with gate:
-            return await work(sandbox)
-
-    return await asyncio.gather(*(one(sandbox) for sandbox in sandboxes))

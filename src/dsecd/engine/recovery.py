@@ -14,8 +14,6 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -27,10 +25,10 @@ from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account
 from dsecd.engine.request import compile_spec
 from dsecd.engine.sandbox import Sandbox
+from dsecd.engine.waiter import each
 from libdsec.errors import DSecError, InvalidArgument
 from libdsec.model import State
 
-T = TypeVar("T")
 logger = logging.getLogger("dsecd.recovery")
 PARALLEL = 32
 UNREAD = "its policy was made by another version of dsecd: it is in force, but cannot be shown"
@@ -41,9 +39,9 @@ async def recover(manager: Manager) -> tuple[int, int]:
     begun = time.monotonic()
     rows = manager.journal.rows()
     present = [row for row in rows if row.state != "ended"]
-    alive = await _each(present, functools.partial(_readopt_one, manager))
+    alive = await each(present, functools.partial(_readopt_one, manager), PARALLEL)
     dead = [row for row, lives in zip(present, alive, strict=True) if not lives]
-    await _each(dead, functools.partial(_free_one, manager))
+    await each(dead, functools.partial(_free_one, manager), PARALLEL)
     kept = len(present) - len(dead)
     for row in sorted(rows, key=lambda row: row.ended_at or 0.0):
         if row.state == "ended":
@@ -58,17 +56,6 @@ async def recover(manager: Manager) -> tuple[int, int]:
             ms=round((time.monotonic() - begun) * 1e3, 1),
         )  # fmt: skip
     return kept, freed
-
-
-async def _each(rows: list[Row], work: Callable[[Row], Awaitable[T]]) -> list[T]:
-    """Do `work` for every row, `PARALLEL` at once."""
-    gate = asyncio.Semaphore(PARALLEL)
-
-    async def one(row: Row) -> T:
-        async with gate:
-            return await work(row)
-
-    return await asyncio.gather(*(one(row) for row in rows))
 
 
 async def _readopt_one(manager: Manager, row: Row) -> bool:

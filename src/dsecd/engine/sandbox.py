@@ -10,7 +10,7 @@ import msgspec
 from dsecd.backends.abc import Channel, Handle
 from dsecd.backends.spec import Spec
 from dsecd.engine.grants import hidden
-from dsecd.engine.journal import PausedBy, Row, RowState
+from dsecd.engine.journal import Journal, PausedBy, Row, RowState
 from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
 from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
@@ -132,6 +132,12 @@ class Sandbox:
         if self.claim_deadline is not None:
             ends.append((self.claim_deadline, "nobody received the answer to its create"))
         return min(ends) if ends else None
+
+    async def save(self, journal: Journal, handle: Handle) -> None:
+        """Journal it with its handle as it is now."""
+        self.handle = handle
+        if self.state in ALIVE:
+            await journal.write(self.row("running"))
 
     def row(self, state: RowState, claimed: bool = True) -> Row:
         """Return what the journal has to know."""

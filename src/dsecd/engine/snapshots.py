@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 
 from dsecd import log
 from dsecd.backends.abc import Handle
-from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.pausing import thaw
 from dsecd.engine.sandbox import Sandbox
@@ -29,7 +28,9 @@ async def pack_diff(manager: Manager, args: PackArgs) -> Packed:
 async def checkpoint(manager: Manager, name: str) -> Checkpoint:
     """Remember the sandbox's files. Raises `NotFound`, `WrongState`, `Exhausted`."""
     async with exclusive(manager, name) as (sandbox, handle):
-        made = await manager.backend.checkpoint(handle, lambda now: save(manager, sandbox, now))
+        made = await manager.backend.checkpoint(
+            handle, lambda now: sandbox.save(manager.journal, now)
+        )
     manager.events.emit(sandbox.id, "checkpoint", checkpoint=made.id, method=made.method)
     return made
 
@@ -38,7 +39,7 @@ async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoin
     """End the sandbox's processes and put its files back. Raises `NotFound`, `WrongState`."""
     async with exclusive(manager, name) as (sandbox, handle):
         made = await manager.backend.rollback(
-            handle, checkpoint_id, lambda now: save(manager, sandbox, now)
+            handle, checkpoint_id, lambda now: sandbox.save(manager.journal, now)
         )
     manager.events.emit(sandbox.id, "rollback", checkpoint=made.id)
     return made
@@ -48,16 +49,9 @@ async def delete_checkpoint(manager: Manager, name: str, checkpoint_id: str) -> 
     """Forget a checkpoint and free what only it needed. Raises `NotFound`, `WrongState`."""
     async with exclusive(manager, name) as (sandbox, handle):
         await manager.backend.delete_checkpoint(
-            handle, checkpoint_id, lambda now: save(manager, sandbox, now)
+            handle, checkpoint_id, lambda now: sandbox.save(manager.journal, now)
         )
     manager.events.emit(sandbox.id, "checkpoint_deleted", checkpoint=checkpoint_id)
-
-
-async def save(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
-    """Journal a sandbox with its handle as it is now."""
-    sandbox.handle = handle
-    if sandbox.state in ALIVE:
-        await manager.journal.write(sandbox.row("running"))
 
 
 @contextlib.asynccontextmanager

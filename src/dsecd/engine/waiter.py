@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from libdsec.errors import DSecError, Internal
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 async def completed(future: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
@@ -33,6 +34,17 @@ async def completed(future: asyncio.Future[Any], timeout_s: float | None = None)
         if not future.done():
             future.remove_done_callback(wake)
     return future.done()
+
+
+async def each(items: Iterable[T], work: Callable[[T], Awaitable[R]], at_once: int) -> list[R]:
+    """Return what `work` returns for every item, `at_once` of them under way."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(item: T) -> R:
+        async with gate:
+            return await work(item)
+
+    return await asyncio.gather(*(one(item) for item in items))
 
 
 def _wake(waiter: asyncio.Future[None], *_: object) -> None:

@@ -21,8 +21,6 @@ from dsecd.secrets.mask import Mask
 from dsecd.secrets.secret import Secret
 from libdsec.errors import DSecError
 
-LINGER_S = 1.0  # for what it is still sending
-
 Dial = Callable[[str], Awaitable[Link]]
 Turn = Callable[[], Awaitable[None]]
 Grant = Callable[[h11.Request], Secret]
@@ -34,6 +32,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     head_s: float = 20.0  # from a request's first byte to the end of its head
     idle_s: float = 75.0  # between two requests
     silence_s: float = 900.0  # within a body, or before an answer: models think for minutes
+    linger_s: float = 1.0  # after a refusal, for what is still being sent
 
 
 class Gone(Exception):
@@ -238,7 +237,7 @@ class Exchange:
                 self._http.next_event()  # the end, when there is no body
         if self._http.their_state in (h11.SEND_BODY, h11.ERROR):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LINGER_S):
+                async with asyncio.timeout(self._timing.linger_s):
                     while await self._link.reader.read(PIECE_BYTES):
                         pass
         await self._link.finish(GOODBYE_S)
