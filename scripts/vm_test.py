@@ -27,13 +27,10 @@ from pathlib import Path
 
 from dsecd.host.probe import REQUIRED
 
-# What these guests have: a skip for one of them is a failure
-PROVIDED = {
-    "vm": (
-        *REQUIRED, "nftables", "veth", "bpf_cgroup", "bpf_fs", "bpf_lsm", "apparmor", "landlock",
-    ),
-    "smt": (*REQUIRED, "core_scheduling"),
-}  # fmt: skip
+# What this kernel has: a skip for one of them is a failure
+PROVIDED = (
+    *REQUIRED, "nftables", "veth", "bpf_cgroup", "bpf_fs", "bpf_lsm", "apparmor", "landlock",
+)  # fmt: skip
 META_PACKAGE = "linux-image-6.12-amd64"
 CACHE = Path("/var/cache/dsec-vm")
 CHECKOUT = Path(__file__).parents[1]
@@ -42,15 +39,12 @@ MODULES = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "crc32c_generic", "ext
 COMMAND_LINE = (
     "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
     "nokaslr init_on_alloc=0 rcupdate.rcu_expedited=1 swiotlb=noforce "
-    "lsm=landlock,yama,apparmor"
+    "lsm=landlock,yama,apparmor,bpf"
 )
 # Without cx16 off, kernels from 6.12 on now and then fail to boot under TCG.
 # One CPU: with several, one may run code that another has just replaced. The kernel does that when
-# a BPF program is attached, and then dies of a breakpoint that it has taken back. Therefore several
-# take turns in one thread, and there is no BPF LSM; the first cookie replaces code, too.
-CPU, SMT_CPU = "max,-cx16", "Skylake-Client-v1,-cx16"
-SMT = "4,sockets=1,cores=2,threads=2"
-NO_TESTS = 5  # of pytest: what was asked for is in the other guest
+# a BPF program is attached, and then dies of a breakpoint that it has taken back.
+CPU = "max,-cx16"
 EXIT = "vm-test: exit "
 START = r"""#!/bin/busybox sh
 b=/bin/busybox
@@ -108,17 +102,12 @@ class Failed(Exception):
 
 
 class Kernel:
-    """An unpacked kernel package: boot/ and lib/modules/ with files of one release."""
+    """An unpacked kernel package."""
 
     def __init__(self, tree: Path) -> None:
         self.modules = tree / "lib/modules"
         self.release = next(self.modules.iterdir()).name
         self.image = tree / f"boot/vmlinuz-{self.release}"
-
-    def has(self, option: str) -> bool:
-        """Say whether this kernel was built with ``CONFIG_<option>=y``."""
-        config = self.image.with_name(f"config-{self.release}").read_text()
-        return f"CONFIG_{option}=y" in config.splitlines()
 
     def loading_order(self, names: Sequence[str]) -> list[Path]:
         """Return the files of `names` and of what they need, each after what it needs."""
@@ -186,14 +175,13 @@ def _entry(number: int, name: str, mode: int, data: bytes) -> bytes:
     return head + bytes(-len(head) % 4) + data + bytes(-len(data) % 4)
 
 
-def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
+def qemu(kernel: Kernel, scratch: Path, memory_mb: int) -> list[str]:
     """Return the command; files of the guest are in `scratch`."""
-    threads, modules = ("single", "") if smt else ("multi", ",bpf")
-    argv = ["qemu-system-x86_64", "-accel", f"tcg,thread={threads}", "-machine", "q35"]
+    argv = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35"]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-    argv += ["-cpu", SMT_CPU if smt else CPU, "-smp", SMT if smt else "1", "-m", str(memory_mb)]
+    argv += ["-cpu", CPU, "-smp", "1", "-m", str(memory_mb)]
     argv += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd")]
-    argv += ["-append", COMMAND_LINE + modules, "-serial", f"file:{scratch / 'console'}"]
+    argv += ["-append", COMMAND_LINE, "-serial", f"file:{scratch / 'console'}"]
     argv += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out"]
     argv += ["-device", "virtconsole,chardev=out", "-device", "virtio-rng-pci"]
     for tag, path in (("host", "/"), ("modules", str(kernel.modules))):
@@ -218,12 +206,13 @@ def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
         yield scratch
 
 
-def run(kernel: Kernel, command: str, smt: bool, memory_mb: int, timeout_s: float) -> int:
+def run(command: str, memory_mb: int, timeout_s: float) -> int:
     """Run `command` in a guest; return its exit status. Raises `Failed`."""
+    kernel = fetch_kernel()
     print(f"vm-test: booting {kernel.release}", flush=True)
     with prepared(kernel, command) as scratch:
         guest = subprocess.Popen(
-            qemu(kernel, scratch, smt, memory_mb),
+            qemu(kernel, scratch, memory_mb),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -253,42 +242,16 @@ def _follow(guest: subprocess.Popen[str]) -> int | None:
     return None
 
 
-def _guests(options: argparse.Namespace, rest: list[str], kernel: Kernel) -> list[tuple[str, bool]]:
-    """Return what is run in each guest, and whether that one has SMT."""
-    if options.run is not None:
-        return [(options.run, options.smt)]
-    if options.smt:
-        return [(_pytest("smt", rest), True)]
-    guests = [(_pytest("vm", rest), False)]
-    if kernel.has("SCHED_CORE"):
-        guests.append((_pytest("smt", rest), True))
-    else:
-        lacks = "no CONFIG_SCHED_CORE: tests marked smt do not run"
-        print(f"vm-test: {kernel.release} has {lacks}", flush=True)
-    return guests
-
-
-def _pytest(marker: str, rest: list[str]) -> str:
-    tests = ["-m", marker, "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
-    if not any(word.startswith("tests") for word in rest):
-        tests += _marked(marker)
-    environment = f"DSEC_MUST_RUN={','.join(PROVIDED[marker])} DSEC_TEST_GUEST=1"
-    environment += " DSEC_TEST_PATIENCE=15"
-    return f"{environment} .venv/bin/python -m pytest {shlex.join(tests)}"
-
-
-def _marked(marker: str) -> list[str]:
-    """Return the files with tests for a guest: collecting all of them there takes minutes."""
+def _marked() -> list[str]:
+    """Return the files with tests for the guest: collecting all of them there takes minutes."""
     files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
-    marked = [file for file in files if re.search(rf"mark\.{marker}\b", file.read_text())]
+    marked = [file for file in files if re.search(r"mark\.vm\b", file.read_text())]
     return [str(file.relative_to(CHECKOUT)) for file in marked]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="vm-test")
     parser.add_argument("--run", metavar="COMMAND")
-    parser.add_argument("--smt", action="store_true")
-    parser.add_argument("--kernel", metavar="TREE", type=Path)
     parser.add_argument("--memory-mb", type=int, default=4096)
     parser.add_argument("--timeout-s", type=float, default=4500.0)
     options, rest = parser.parse_known_args()
@@ -296,21 +259,20 @@ def main() -> int:
         parser.error("needs root: it shares this host's / with the guest")
     if shutil.which("qemu-system-x86_64") is None:
         parser.error("qemu-system-x86 is missing")
-    if options.kernel and not (options.kernel / "lib/modules").is_dir():
-        parser.error(f"{options.kernel} is no unpacked kernel package: it has no lib/modules")
+    command = options.run
+    if command is None:
+        tests = ["-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
+        if not any(word.startswith("tests") for word in rest):
+            tests += _marked()
+        command = f"DSEC_MUST_RUN={','.join(PROVIDED)} DSEC_TEST_GUEST=1 DSEC_TEST_PATIENCE=15 "
+        command += f".venv/bin/python -m pytest {shlex.join(tests)}"
     # ended from outside, it takes the guest and its files along
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        kernel = Kernel(options.kernel) if options.kernel else fetch_kernel()
-        ended = [
-            run(kernel, command, smt, options.memory_mb, options.timeout_s)
-            for command, smt in _guests(options, rest, kernel)
-        ]
+        return run(command, options.memory_mb, options.timeout_s)
     except Failed as error:
         print(f"vm-test: {error}", file=sys.stderr)
         return 1
-    failed = [status for status in ended if status not in (0, NO_TESTS)]
-    return failed[0] if failed else min(ended)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The attempts of test_guards where one security module alone stands in their way.
 
-They run in the guest of scripts/vm-test: those of `EVERY_RUN` each time, all of them by its
-``--run``, for minutes.
+Each runs in the guest of scripts/vm-test. That all get through there without a policy is looked at
+by ``scripts/vm-test -m root tests/security/test_modules.py``, on the host each time by test_guards.
 """
 
 from __future__ import annotations
@@ -27,15 +27,6 @@ from tests.system.crashing_dsecd import ALONE
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio(loop_scope="module")]
 ATTEMPTS = CHANGES | REVEALS
-# One of each way around a rule, and one that a module leaves open
-EVERY_RUN = {
-    "write", "set the times", "replace the file", "rename its grandparent", "write by a hard link",
-    "write below a bind of all", "rename where the old root is gone",
-    "read from a copy of the tree", "run from a descriptor",
-}  # fmt: skip
-NAMES = [
-    pytest.param(name, marks=pytest.mark.vm) if name in EVERY_RUN else name for name in ATTEMPTS
-]
 MODULES = {"apparmor": "only-apparmor", "bpf_lsm": "only-bpf-lsm"}
 # What gets through, as `dsecd.policy.mechanisms` says of the module
 OPEN: dict[str, set[str]] = {"apparmor": {"set an attribute", "set the times"}, "bpf_lsm": set()}
@@ -67,7 +58,8 @@ async def lab(module: str) -> AsyncIterator[Lab]:
             yield made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.vm
+@pytest.mark.parametrize("name", ATTEMPTS)
 async def test_an_attempt_gets_nowhere(lab: Lab, module: str, name: str) -> None:
     """In a sandbox of its own, so that one that gets through spoils no other."""
     async with lab.box(POLICY, container_image=SMALL, toolkits=[TOOLKIT]) as box:
@@ -75,7 +67,7 @@ async def test_an_attempt_gets_nowhere(lab: Lab, module: str, name: str) -> None
         assert broken == (name in OPEN[module]), said
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ATTEMPTS)
 @pytest.mark.parametrize("module", [needing("bpf_lsm")], indirect=True)
 async def test_without_the_policy_it_gets_through(lab: Lab, name: str) -> None:
     """With one of the modules: no rule of either is there."""

@@ -235,7 +235,6 @@ async def test_cpu_classes_are_in_the_sandbox_s_group() -> None:
             await client.stop(info.id)
 
 
-@pytest.mark.smt
 @pytest.mark.needs("core_scheduling")
 async def test_nobody_runs_beside_a_latency_sensitive_sandbox() -> None:
     async with daemon() as made:

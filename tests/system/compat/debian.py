@@ -39,34 +39,43 @@ CACHE = Path(os.environ.get("DSEC_TEST_CACHE", "/var/cache/dsec-tests"))
 _REPOSITORY = Path(__file__).parents[3]
 
 
+def _state(name: str, cache: Path = CACHE) -> Path:
+    """Return where a layer is kept. A store writes what layers share once, into the blob of the one
+    that came first: the small one would take the other's 1.5 GB along.
+    """
+    return cache / "small" if name == SMALL else cache
+
+
 async def build(name: str = IMAGE) -> Named:
     """Return a layer of the cache, building it when it is not there (some minutes)."""
-    async with open_library(CACHE) as library:
+    state = _state(name)
+    async with open_library(state) as library:
         with contextlib.suppress(NotFound):
             return await library.resolve(name)
-    command = [str(_REPOSITORY / "scripts/build-base"), name, "--state", str(CACHE)]
+    command = [str(_REPOSITORY / "scripts/build-base"), name, "--state", str(state)]
     command += ["--packages", ",".join(PACKAGES[name])]
     await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
-    async with open_library(CACHE) as library:
+    async with open_library(state) as library:
         return await library.resolve(name)
 
 
 async def lend(layer: Named, state: Path) -> None:
     """Name the layer in the store below `state`, where its files are linked or copied to."""
+    store = _state(layer.name) / "store"
     async with open_library(state) as library:
         try:
-            link_layer(layer.manifest, CACHE / "store", state / "store")
+            link_layer(layer.manifest, store, state / "store")
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            await asyncio.to_thread(_copy, layer.manifest, state / "store")
+            await asyncio.to_thread(_copy, layer.manifest, store, state / "store")
         await library.point(layer.name, layer.digest)
 
 
-def _copy(manifest: Manifest, target: Path) -> None:
+def _copy(manifest: Manifest, source: Path, target: Path) -> None:
     """Copy the layer from the cache, its record last; a store gives a guest too little time."""
     for key in keys_of(manifest):
-        shutil.copyfile(CACHE / "store" / key, target / key)
+        shutil.copyfile(source / key, target / key)
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +121,7 @@ async def _main(cache: Path | None = None) -> None:
     if cache is None:
         await build(IMAGE)
     else:
-        await lend(small, cache)
+        await lend(small, _state(SMALL, cache))
 
 
 if __name__ == "__main__":
