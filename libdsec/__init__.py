@@ -35,8 +35,10 @@ from libdsec.model import (
     CommandInfo,
     CpuClass,
     DSecContainerRunArgs,
+    DSecFnCallArgs,
     Event,
     Feature,
+    FnCallResult,
     HostStats,
     ImageConfig,
     ImportProgress,
@@ -64,8 +66,9 @@ from libdsec.watch import FileEvent, WatchHandle
 
 __all__ = [
     "AlreadyExists", "BuildStep", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult",
-    "Commands", "CpuClass", "DSecClient", "DSecContainerRunArgs", "DSecError", "EntryInfo", "Event",
-    "Exhausted", "Feature", "FileEvent", "Files", "ForwardServer", "HostStats", "ImageConfig",
+    "Commands", "CpuClass", "DSecClient", "DSecContainerRunArgs", "DSecError", "DSecFnCallArgs",
+    "EntryInfo", "Event", "Exhausted", "Feature", "FileEvent", "Files", "FnCallResult",
+    "ForwardServer", "HostStats", "ImageConfig",
     "ImportProgress", "Internal", "InvalidArgument", "KeptPath", "KeptWarning", "LayerInfo",
     "Layers", "Metrics", "NotFound", "Output", "Packed", "Paused", "PermissionDenied", "PolicyRow",
     "Pty", "PtySize", "Record", "Resumed", "Sandbox", "SandboxInfo", "SandboxPolicy", "Session",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +15,7 @@ import msgspec
 from libdsec import endpoint as endpoints
 from libdsec import model
 from libdsec.batch import Batch
-from libdsec.errors import DSecError, WrongState
+from libdsec.errors import DSecError, InvalidArgument, WrongState
 from libdsec.layers import Layers
 from libdsec.link import Link, pack, unpack
 from libdsec.progress import ImportCallback, progress_items
@@ -146,6 +148,51 @@ class DSecClient:
                 yield made if isinstance(made, DSecError) else Sandbox(self._link, made)
         finally:
             batch.abandon()
+
+    # --- functions
+
+    async def run_fncall(self, args: model.DSecFnCallArgs) -> model.FnCallResult:
+        """Call a function in a warm worker and return how it ended (docs/fncall.md).
+
+        Only with ``args.key`` it is asked for again after a lost connection: else it may have run.
+        Cancelling it kills the call. Raises `InvalidArgument`,
+        `NotFound` (no such layer), `Exhausted` (host full, or too many calls wait; retryable),
+        `Unsupported` when the layers have no Python that can do it, `Unavailable` for a lost
+        worker.
+        """
+        retry = args.key is not None
+        return await self._link.call(
+            "fncall.run", args, model.FnCallResult, retry=retry, timeout_s=0
+        )
+
+    async def map_fncall(
+        self, args: model.DSecFnCallArgs, inputs: Iterable[Any], *, concurrency: int = 8
+    ) -> AsyncIterator[model.FnCallResult]:
+        """Call with each of `inputs` in place of ``args.input`` and yield the results in order.
+
+        With ``args.key`` each call has a key of its own: that and the number of its input.
+
+        No more than `concurrency` calls are open at once, and no more results wait to be taken.
+        Leaving the iteration early, or an error of one call, gives up those that are open.
+        """
+        if concurrency < 1:
+            raise InvalidArgument("concurrency: at least 1", field="concurrency")
+        open_calls: deque[asyncio.Task[model.FnCallResult]] = deque()
+        try:
+            for number, value in enumerate(inputs):
+                key = None if args.key is None else f"{args.key}/{number}"
+                call = self.run_fncall(msgspec.structs.replace(args, input=value, key=key))
+                open_calls.append(self._link.spawn(call, "libdsec-fncall"))
+                if len(open_calls) == concurrency:
+                    yield await open_calls.popleft()
+            while open_calls:
+                yield await open_calls.popleft()
+        finally:
+            for task in open_calls:
+                task.cancel()
+            await asyncio.gather(*open_calls, return_exceptions=True)
+
+    # --- sandboxes that exist
 
     async def connect(self, sandbox_id: str) -> Sandbox:
         """Return the sandbox with this id. Raises `NotFound`."""

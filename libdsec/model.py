@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from libdsec.model_fncall import DSecFnCallArgs as DSecFnCallArgs
+from libdsec.model_fncall import FnCallResult as FnCallResult
 from libdsec.model_layers import Checkpoint as Checkpoint
 from libdsec.model_layers import CheckpointRef as CheckpointRef
 from libdsec.model_layers import CollectArgs as CollectArgs

@@ -20,15 +20,20 @@ STOP_S = 120.0
 # Above the default ranges of a production daemon (2^28 up to 2^31 + 2^28), 4,096 for each of ours.
 UID_RANGE_START = 0x90000000
 UID_RANGES = 4096
+NO_SWAP = 'swap = "off"'  # of [reclaim]
 
 
 class DaemonError(Exception):
     """The daemon did not start, or ended; the message holds the end of its log."""
 
 
-def configuration(name: str, run: Path, state: Path, serial: int, zram_mb: int = 0) -> str:
+def zram(size_mb: int) -> str:
+    """Return lines of `[reclaim]` that make swap of this size, in compressed memory. Pure."""
+    return f'swap = "zram"\nswap_mb = {size_mb}'
+
+
+def configuration(name: str, run: Path, state: Path, serial: int, reclaim: str = NO_SWAP) -> str:
     """Return the TOML text of daemon number `serial` of this bench, called `name`. Pure."""
-    swap = f'swap = "zram"\nswap_mb = {zram_mb}' if zram_mb else 'swap = "off"'
     start = UID_RANGE_START + serial * (UID_RANGES << 16)
     return f"""\
 node = "bench{serial}"
@@ -49,21 +54,21 @@ uid_range_count = {UID_RANGES}
 pool4 = "10.{230 + serial}.0.0/16"
 pool6 = "fd5d:ec:{serial + 1:x}::/64"
 [reclaim]
-{swap}
+{reclaim}
 """
 
 
 class Daemon:
     """dsecd as a child process. `open` starts it, `kill` is SIGKILL, `close` leaves nothing.
 
-    With `zram_mb` it makes swap of that size, in compressed memory.
+    `reclaim` has the lines of that table of its configuration: no swap if not told otherwise.
     """
 
-    def __init__(self, serial: int = 0, zram_mb: int = 0) -> None:
+    def __init__(self, serial: int = 0, reclaim: str = NO_SWAP) -> None:
         self.name = cgroups.own_group(f"-{serial}")
         self.run = leftovers.RUN / self.name
         self.state = Path()
-        self._serial, self._zram_mb = serial, zram_mb
+        self._serial, self._reclaim = serial, reclaim
         self._config = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -90,7 +95,7 @@ class Daemon:
         """Make the paths and the configuration, but start nothing."""
         self.state = Path(mkdtemp(prefix=f"{self.name}-", dir=leftovers.TEMPORARY))
         self._config = self.state / "dsecd.toml"
-        text = configuration(self.name, self.run, self.kept, self._serial, self._zram_mb)
+        text = configuration(self.name, self.run, self.kept, self._serial, self._reclaim)
         self._config.write_text(text)
 
     def start(self) -> None:

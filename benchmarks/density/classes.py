@@ -1,113 +1,139 @@
-"""A job of 20 ms each 100 ms beside processes that want every CPU: who yields to whom?
+"""A job of 20 ms each 100 ms beside processes that want CPU time: who yields to whom?
 
-All are in sandboxes. The load is always there and paused for what is measured without it, so that
-the cases of one round differ in nothing else.
+All are in sandboxes, two with a hog for each CPU. At a load of 25, 50 and 75% all hogs together
+take so much of the host's CPU time if they get it; at 100% none of them ever stops.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import msgspec
 from dsec_bench.create.sdk import Sdk, Wrong
 from dsec_bench.stats import interleave, percentile
 from dsec_bench.toolchain import compile_c
 
-from libdsec import CpuClass
+from libdsec import CommandHandle, CpuClass
 from libdsec.sandbox import Sandbox
 
 PROGRAM = "/burst"
-KEEP_ALL = 1 << 60  # pausing is not to page anything out
-Case = Literal["unloaded", "standard", "SCHED_IDLE", "best_effort"]
+HOGS = 2  # per CPU
+FULL = 100
+LOADS, QUICK_LOADS = (25, 50, 75, FULL), (50, FULL)
+Case = Literal["unloaded", "standard", "SCHED_IDLE", "best_effort", "latency_sensitive"]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The job's class; the load's, and whether its processes have SCHED_IDLE. None: no load."""
+    """The job's class; the load's, and whether its processes have SCHED_IDLE."""
 
     case: Case
     job: CpuClass
-    load: CpuClass | None
+    load: CpuClass
     idle: bool = False
 
 
+# The last is how the classes are meant: it adds weight, and core scheduling where there is any.
 SETTINGS = (
-    Setting("unloaded", "latency_sensitive", None),
     Setting("standard", "standard", "standard"),
     Setting("SCHED_IDLE", "standard", "standard", idle=True),
-    Setting("best_effort", "latency_sensitive", "best_effort"),
+    Setting("best_effort", "standard", "best_effort"),
+    Setting("latency_sensitive", "latency_sensitive", "best_effort"),
 )
+UNLOADED = Setting("unloaded", "latency_sensitive", "best_effort")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A setting, and how much of the host's CPU time the load wants."""
+
+    setting: Setting
+    percent: int
+
+    @property
+    def share(self) -> int:
+        """How much of a CPU each hog takes, in thousandths."""
+        return 1000 if self.percent == FULL else self.percent * 10 // HOGS
+
+
+def steps(loads: Sequence[int]) -> tuple[Step, ...]:
+    """Return what one round measures."""
+    loaded = (Step(setting, percent) for percent in loads for setting in SETTINGS)
+    return (Step(UNLOADED, 0), *loaded)
 
 
 @dataclass(slots=True)
 class Result:
-    """Milliseconds of each burst by case, a list per round; what the host lacks of the classes."""
+    """Milliseconds of each burst by case and load, a list per round; what the host lacks of the
+    classes."""
 
-    bursts_ms: dict[Case, list[list[float]]] = field(
-        default_factory=lambda: {setting.case: [] for setting in SETTINGS}
-    )
+    bursts_ms: dict[tuple[Case, int], list[list[float]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def ratio(self, case: Case, share: float) -> float:
-        """Return the percentile of `case` over that without load, the median of the rounds'."""
-        pairs = zip(self.bursts_ms[case], self.bursts_ms["unloaded"], strict=True)
+    def ratio(self, case: Case, percent: int, share: float) -> float:
+        """Return the percentile of a case over that without load, the median of the rounds'."""
+        pairs = zip(self.bursts_ms[case, percent], self.bursts_ms["unloaded", 0], strict=True)
         return statistics.median(percentile(a, share) / percentile(b, share) for a, b in pairs)
 
 
-def measure(sdk: Sdk, rounds: int, bursts: int, on_done: Callable[[int], None]) -> Result:
-    """Measure each case once per round. `on_done` takes how many more cases are done."""
+def measure(
+    sdk: Sdk, loads: Sequence[int], rounds: int, bursts: int, on_done: Callable[[int], None]
+) -> Result:
+    """Measure each step once per round. `on_done` takes how many more steps are done."""
     program = compile_c("burst.c", "-static").read_bytes()
     try:
-        return sdk.run(_measure(sdk, program, rounds, bursts, on_done))
+        return sdk.run(_measure(sdk, program, steps(loads), rounds, bursts, on_done))
     finally:
         sdk.stop_all()
 
 
 async def _measure(
-    sdk: Sdk, program: bytes, rounds: int, bursts: int, on_done: Callable[[int], None]
+    sdk: Sdk,
+    program: bytes,
+    steps: Sequence[Step],
+    rounds: int,
+    bursts: int,
+    on_done: Callable[[int], None],
 ) -> Result:
     result = Result()
-    job = await _place(sdk, program, {})
-    loads = {idle: await _load(sdk, program, idle) for idle in (False, True)}
-    steps = (await _run(job, "calibrate")).strip()
-    for _, setting in interleave(SETTINGS, rounds):
-        await job.set_cpu_class(setting.job)
-        if setting.load is not None:
-            for hog in loads[setting.idle]:
-                await hog.set_cpu_class(setting.load)
-                await hog.resume()
-        printed = await _run(job, "job", steps, str(bursts))
-        if setting.load is not None:
-            await sdk.client.pause_sandboxes(_labels(setting.idle), KEEP_ALL)
-        result.bursts_ms[setting.case].append([int(line) / 1e3 for line in printed.split()])
+    job = await _place(sdk, program)
+    loads = [await _place(sdk, program) for _ in range(HOGS * (os.cpu_count() or 1))]
+    length = (await _run(job, "calibrate")).strip()
+    for _, step in interleave(steps, rounds):
+        setting = step.setting
+        info = await job.set_cpu_class(setting.job)
+        if setting.job == "latency_sensitive":
+            result.notes = [note for note in info.notes if note.startswith("latency_sensitive")]
+        hogs = [await _hog(sandbox, step) for sandbox in loads] if step.percent else []
+        printed = await _run(job, "job", length, str(bursts))
+        for hog in hogs:
+            await _end(hog)
+        times = [int(line) / 1e3 for line in printed.split()]
+        result.bursts_ms.setdefault((setting.case, step.percent), []).append(times)
         on_done(1)
-    info = await job.set_cpu_class("latency_sensitive")
-    result.notes = [note for note in info.notes if note.startswith("latency_sensitive")]
     return result
 
 
-def _labels(idle: bool) -> dict[str, str]:
-    return {"load": "SCHED_IDLE" if idle else "normal"}
+async def _hog(sandbox: Sandbox, step: Step) -> CommandHandle:
+    """Start a process that takes its part of the load."""
+    await sandbox.set_cpu_class(step.setting.load)
+    words = [PROGRAM, "hog", str(step.share), *(["idle"] if step.setting.idle else [])]
+    return await sandbox.commands.run(words, background=True)
 
 
-async def _load(sdk: Sdk, program: bytes, idle: bool) -> list[Sandbox]:
-    """Return two paused sandboxes per CPU; in each a process that never stops."""
-    hogs = [await _place(sdk, program, _labels(idle)) for _ in range(2 * (os.cpu_count() or 1))]
-    for hog in hogs:
-        words = [PROGRAM, "hog", *(["idle"] if idle else [])]
-        await hog.commands.run(words, background=True)
-    await sdk.client.pause_sandboxes(_labels(idle), KEEP_ALL)
-    return hogs
+async def _end(hog: CommandHandle) -> None:
+    """End it. One that ended by itself was no load."""
+    if not await hog.kill() or (await hog.wait()).signal != signal.SIGKILL:
+        raise Wrong("a hog ended before it was told to")
 
 
-async def _place(sdk: Sdk, program: bytes, labels: dict[str, str]) -> Sandbox:
+async def _place(sdk: Sdk, program: bytes) -> Sandbox:
     """Return a new sandbox with the program."""
-    args = msgspec.structs.replace(sdk.args, labels=sdk.args.labels | labels)
-    sandbox = await sdk.client.run_container(args)
+    sandbox = await sdk.client.run_container(sdk.args)
     await sandbox.files.write(PROGRAM, program, mode=0o755)
     return sandbox
 

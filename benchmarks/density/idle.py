@@ -1,14 +1,15 @@
 """Thousands of live sandboxes that do nothing: do all of them answer, and what do they hold?
 
-Each has one process of its own that sleeps. The host's memory is watched on the way: a host that
-runs short ends the filling, and what was reached until then is the result.
+Each has one process of its own that waits: one that sleeps, or a Python. The host's memory is
+watched on the way: a host that runs short ends the filling, and what was reached until then is the
+result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from dsec_bench.create.daemon import own_resident_bytes, resident_bytes
@@ -20,7 +21,8 @@ from libdsec.errors import DSecError
 from libdsec.sandbox import Sandbox
 
 SLEEP = ("/bin/sleep", "1000000")
-STEP = 200  # sandboxes between two looks at the host's memory
+LayDown = Callable[[Sandbox], Awaitable[object]]  # have it wait; returns when it does
+STEP_BYTES = 1 << 30  # of memory, at most, between two looks at the host's
 LEAST_AVAILABLE_BYTES = 6 << 30  # below which others on the host would suffer
 
 
@@ -58,22 +60,30 @@ class Result:
         self.errors[text] = self.errors.get(text, 0) + 1
 
 
-def measure(sdk: Sdk, daemon: int, wanted: int, on_done: Callable[[int], None]) -> Result:
+def measure(
+    sdk: Sdk,
+    daemon: int,
+    wanted: int,
+    lay_down: LayDown,
+    each_bytes: int,
+    on_done: Callable[[int], None],
+) -> Result:
     """Fill up to `wanted` live sandboxes, or as many as there can be, and ask each of them.
 
-    `daemon` is the pid of dsecd; `on_done` takes how many more are live. All are stopped.
+    `daemon` is the pid of dsecd; `each_bytes` is more than a sandbox takes; `on_done` takes how
+    many more are live. All are stopped.
     """
     result, sandboxes = Result(), list[Sandbox]()
     try:
         begin = time.perf_counter()
         while True:
             result.levels.append(_level(len(sandboxes), daemon))
-            missing = min(STEP, wanted - len(sandboxes))
+            missing = min(STEP_BYTES // each_bytes, wanted - len(sandboxes))
             if missing and not result.why:
                 result.why = short(meminfo())
             if not missing or result.why:
                 break
-            made = sdk.run(_fill(sdk, missing, result))
+            made = sdk.run(_fill(sdk, missing, lay_down, result))
             sandboxes += made
             on_done(len(made))
             if len(made) < missing:
@@ -83,6 +93,11 @@ def measure(sdk: Sdk, daemon: int, wanted: int, on_done: Callable[[int], None]) 
     finally:
         sdk.stop_all()
     return result
+
+
+async def sleep(sandbox: Sandbox) -> None:
+    """Start a process that sleeps."""
+    await sandbox.commands.run(list(SLEEP), background=True)
 
 
 def short(table: dict[str, int]) -> str:
@@ -97,26 +112,26 @@ def _level(live: int, daemon: int) -> Level:
     return Level(live, settled_bytes() - own_resident_bytes(), resident_bytes(daemon))
 
 
-async def _fill(sdk: Sdk, count: int, result: Result) -> list[Sandbox]:
-    """Return `count` new sandboxes that sleep, or fewer."""
-    gate, sleeping = asyncio.Semaphore(PARALLEL), list[Sandbox]()
+async def _fill(sdk: Sdk, count: int, lay_down: LayDown, result: Result) -> list[Sandbox]:
+    """Return `count` new sandboxes that wait, or fewer."""
+    gate, waiting = asyncio.Semaphore(PARALLEL), list[Sandbox]()
 
-    async def lay_down(sandbox: Sandbox) -> None:
+    async def one(sandbox: Sandbox) -> None:
         async with gate:
             try:
-                await sandbox.commands.run(list(SLEEP), background=True)
-            except DSecError as error:
+                await lay_down(sandbox)
+            except (DSecError, Wrong) as error:
                 result.failed(error)
             else:
-                sleeping.append(sandbox)
+                waiting.append(sandbox)
 
     async with asyncio.TaskGroup() as group:
         async for outcome in sdk.client.run_containers(sdk.args, count=count):
             if isinstance(outcome, DSecError):
                 result.failed(outcome)
             else:
-                group.create_task(lay_down(outcome))
-    return sleeping
+                group.create_task(one(outcome))
+    return waiting
 
 
 async def _ask(sandboxes: list[Sandbox], result: Result) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from dsec_bench.create.daemon import own_resident_bytes
 from dsec_bench.create.memory import settled_bytes
 from dsec_bench.create.sdk import Sdk, Wrong
+from dsec_bench.density.footprint import Host, host
 from dsec_bench.density.idle import short
 from dsec_bench.machine import meminfo
 from dsec_bench.rootfs import PYTHON
@@ -35,7 +36,8 @@ class Result:
     """Of each sandbox: what was charged to it running and paused (bytes), and the milliseconds
     that pausing took, and then from a line to its answer; from the call of a command to its end.
 
-    `used_bytes` is what the host had in use before and after, what it compressed included.
+    `used_bytes` is what the host had in use before and after, what it compressed included, and
+    `hosts` what of that is zram.
     """
 
     running: list[int] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Result:
     answer_ms: list[float] = field(default_factory=list)
     command_ms: list[float] = field(default_factory=list)
     used_bytes: list[int] = field(default_factory=list)
+    hosts: list[Host] = field(default_factory=list)
     notes: set[str] = field(default_factory=set)
     why: str = ""  # it ended early
 
@@ -54,13 +57,14 @@ def measure(sdk: Sdk, wanted: int, asked: int, on_done: Callable[[int], None]) -
 
     `on_done` takes how many more are paused.
     """
-    result, paused = Result(used_bytes=[_used()]), list[tuple[Sandbox, CommandHandle]]()
+    result, paused = Result(), list[tuple[Sandbox, CommandHandle]]()
     try:
+        _look(result)
         while len(paused) < wanted and not result.why:
             paused.append(sdk.run(_one(sdk, result)))
             result.why = short(meminfo())
             on_done(1)
-        result.used_bytes.append(_used())
+        _look(result)
         every = max(1, len(paused) // asked)
         for number, (sandbox, python) in enumerate(paused[::every][:asked]):
             sdk.run(_by_command(sandbox, result) if number % 2 else _by_line(python, result))
@@ -69,17 +73,15 @@ def measure(sdk: Sdk, wanted: int, asked: int, on_done: Callable[[int], None]) -
     return result
 
 
-def _used() -> int:
-    return settled_bytes() - own_resident_bytes()
+def _look(result: Result) -> None:
+    result.used_bytes.append(settled_bytes() - own_resident_bytes())
+    result.hosts.append(host())
 
 
 async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     """Return a paused sandbox with a Python that waits."""
     sandbox = await sdk.client.run_container(sdk.args)
-    words = [str(PYTHON), "-I", "-c", PROGRAM]
-    python = await sandbox.commands.run(words, background=True, stdin=True)
-    if await _line(python) != "ready":
-        raise Wrong("a Python did not start")
+    python = await start(sandbox)
     begin = time.perf_counter()
     paused = await sandbox.pause()
     result.pause_ms.append((time.perf_counter() - begin) * 1e3)
@@ -90,7 +92,17 @@ async def _one(sdk: Sdk, result: Result) -> tuple[Sandbox, CommandHandle]:
     return sandbox, python
 
 
-async def _line(python: CommandHandle) -> str:
+async def start(sandbox: Sandbox) -> CommandHandle:
+    """Start a Python; returns when it waits for a line."""
+    words = [str(PYTHON), "-I", "-c", PROGRAM]
+    python = await sandbox.commands.run(words, background=True, stdin=True)
+    if await read_line(python) != "ready":
+        raise Wrong("a Python did not start")
+    return python
+
+
+async def read_line(python: CommandHandle) -> str:
+    """Return the next line of its output, "" at the end."""
     async for output in python:
         return output.data.decode().strip()
     return ""
@@ -99,7 +111,7 @@ async def _line(python: CommandHandle) -> str:
 async def _by_line(python: CommandHandle, result: Result) -> None:
     begin = time.perf_counter()
     await python.send_stdin("\n")
-    if await _line(python) != str(HELD_BYTES):
+    if await read_line(python) != str(HELD_BYTES):
         raise Wrong("a Python that was paused did not answer")
     result.answer_ms.append((time.perf_counter() - begin) * 1e3)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsec_bench.density.series import BESIDE, PAUSED
+from dsec_bench.density.series import PAUSED, REPLAY
 from dsec_bench.picture import OURS, THEIRS, draw, empty
 from dsec_bench.report import Report
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw four panels into the PNG `path`."""
-    draw(report, path, "density", (_host, _daemon, _paused, _beside), (12, 9))
+    """Draw six panels into the PNG `path`."""
+    panels = (_host, _daemon, _paused, _beside, _replay, _turns)
+    draw(report, path, "density", panels, (12, 13))
 
 
 def _levels(report: Report) -> list[dict[str, Any]]:
@@ -49,7 +50,41 @@ def _paused(axis: Any, report: Report) -> None:
 
 
 def _beside(axis: Any, report: Report) -> None:
-    _bars(axis, report, BESIDE, "20 ms of work each 100 ms beside two hogs per CPU, ms")
+    """The paper's figure 13: how much longer the job takes, by what the others want."""
+    title = "20 ms of work beside a load, times that without"
+    found = [run for run in report.runs if run["kind"] == "classes load"]
+    if not found:
+        return empty(axis, title)
+    for case in dict.fromkeys(run["case"] for run in found if run["percent"]):
+        mine = [run for run in found if run["case"] == case or not run["percent"]]
+        loads = [run["percent"] for run in mine]
+        (line,) = axis.plot(loads, [run["p50_ratio"] for run in mine], "o-", label=case)
+        axis.plot(loads, [run["p99_ratio"] for run in mine], "o:", color=line.get_color())
+    axis.set_xlabel("load, % of the host's CPU time; at 100 it never stops. Dotted: p99")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    axis.set_title(title)
+
+
+def _replay(axis: Any, report: Report) -> None:
+    """The paper's figure 12, with the last round's two runs."""
+    title = "memory held by replayed agents, GiB"
+    found = {run["mode"]: run for run in report.runs if run["kind"] == "replay seen"}
+    if not found:
+        return empty(axis, title)
+    for mode, colour in (("off", THEIRS), ("on", OURS)):
+        if mode in found:
+            held = [mib / 1024 for mib in found[mode]["held_mib"]]
+            axis.plot(found[mode]["t_s"], held, color=colour, label=f"reclaim {mode}")
+            axis.fill_between(found[mode]["t_s"], held, color=colour, alpha=0.2)
+    axis.set_xlabel("seconds")
+    axis.set_ylim(bottom=0)
+    axis.legend()
+    axis.set_title(title)
+
+
+def _turns(axis: Any, report: Report) -> None:
+    _bars(axis, report, REPLAY, "turns of these agents, ms")
 
 
 def _bars(axis: Any, report: Report, series: str, title: str) -> None:

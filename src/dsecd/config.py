@@ -182,6 +182,18 @@ class Reclaim(_Section, frozen=True):
     damon: bool = False
 
 
+class FnCall(_Section, frozen=True):
+    """Pools of warm workers (docs/fncall.md): how many there are at most, in all and in each pool,
+    how many calls of a pool may wait, and how long an idle worker stays.
+    """
+
+    workers: int = 16
+    workers_each: int = 8
+    queued: int = 10000
+    idle_s: float = 60.0
+    start_timeout_s: float = 60.0
+
+
 class Stop(_Section, frozen=True):
     """`keep`: SIGTERM leaves the sandboxes running for the next daemon (SIGUSR2 always does)."""
 
@@ -208,6 +220,7 @@ class Config(_Section, frozen=True):
     cache: Cache = Cache()
     limits: Limits = Limits()
     reclaim: Reclaim = Reclaim()
+    fncall: FnCall = FnCall()
     stop: Stop = Stop()
 
     @property
@@ -325,6 +338,11 @@ _POSITIVE = (
     ("listen", "calls_per_connection"),
     ("listen", "connections"),
     ("pools", "uid_range_count"),
+    ("fncall", "workers"),
+    ("fncall", "workers_each"),
+    ("fncall", "queued"),
+    ("fncall", "idle_s"),
+    ("fncall", "start_timeout_s"),
     ("reclaim", "period_s"),
     ("reclaim", "rest_s"),
 )

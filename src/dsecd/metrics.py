@@ -158,6 +158,10 @@ class Registry:
         self.pauses = Counter("dsec_pauses_total", "Sandboxes paused: caller, or idle.", "by")
         self.resumes = Counter("dsec_resumes_total", "Paused sandboxes resumed.")
         self.resume_s = Histogram("dsec_resume_seconds", "Resume to answering agent.")
+        self.fncalls = Counter("dsec_fncalls_total", "Function calls, by their end.", "outcome")
+        self.fncall_queued_s = Histogram("dsec_fncall_queued_seconds", "Waits for a worker.")
+        self.fncall_run_s = Histogram("dsec_fncall_run_seconds", "Function calls, as they ran.")
+        self.fncall_dropped = Counter("dsec_fncall_dropped_total", "Workers not used again.")
         self.events_dropped = Counter(
             "dsec_events_dropped_total", "Events not delivered to slow subscribers."
         )

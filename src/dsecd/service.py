@@ -19,6 +19,7 @@ from dsecd.api.server import Server
 from dsecd.backends.abc import Backend
 from dsecd.config import Config
 from dsecd.engine.admission import Host
+from dsecd.engine.fncall import Pools
 from dsecd.engine.journal import Journal
 from dsecd.engine.manager import Manager, Step, no_step
 from dsecd.engine.reclaiming import Reclaimer
@@ -76,6 +77,7 @@ class Service:
         self.manager: Manager
         self.server: Server
         self.reclaimer: Reclaimer
+        self.fncalls: Pools
         self._metrics: Exposition | None = None
 
     async def start(self) -> None:
@@ -98,7 +100,9 @@ class Service:
             self.reclaimer = Reclaimer(manager, config.reclaim)
             self.reclaimer.start()
             undo.push_async_callback(self.reclaimer.close)
-            self.server = Server(config, manager, self.gatekeeper)
+            self.fncalls = Pools(manager, config.fncall)
+            undo.push_async_callback(self.fncalls.close)
+            self.server = Server(config, manager, self.gatekeeper, self.fncalls)
             await self.server.start()
             undo.push_async_callback(self.server.close)
             if config.metrics_endpoint:
@@ -140,6 +144,10 @@ class Service:
             "dsec_reclaim_need_bytes", "Memory above the target at the last look.", "",
             lambda: {"": float(self.reclaimer.need_bytes)},
         )  # fmt: skip
+        registry.gauge(
+            "dsec_fncall", "Pools of warm workers, and calls that wait for one.", "what",
+            lambda: self.fncalls.numbers(),
+        )  # fmt: skip
         registry.foreign(BLOBD, self.backend.layers().stats)
 
     async def close(self, keep: bool) -> None:
@@ -147,6 +155,7 @@ class Service:
         log.event(logger, logging.INFO, "stopping", keep=keep)
         server = asyncio.ensure_future(self.server.close())
         await self.reclaimer.close()
+        await self.fncalls.close()
         try:
             await self.manager.close(keep)
         finally:

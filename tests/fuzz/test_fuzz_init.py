@@ -41,6 +41,7 @@ REQUESTS: list[tuple[str, object]] = [
     ("files.read", {"path": b"p", "offset": 1, "length": 2}),
     ("files.watch", {"path": b"p", "follow": False, "recursive": True}),
     ("net.forward", {"port": 1}),
+    ("fncall.serve", {"argv": [b"a"], "env": {"A": "b"}, "filter": b"f" * 8, "files_bytes": 1}),
 ]
 
 

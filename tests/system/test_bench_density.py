@@ -12,7 +12,7 @@ import pytest
 
 from tests.system.memory_lab import needs_zram
 
-pytestmark = [pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def quick(part: str, tmp_path: Path) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def quick(part: str, tmp_path: Path) -> dict[str, Any]:
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "dsec_bench.main", "density", "--quick", "--only", part]
     done = subprocess.run(
-        [*command, "--json", str(report)], capture_output=True, text=True, timeout=110, check=False
+        [*command, "--json", str(report)], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 1, done.stderr  # the figures of the other parts are missing
     made: dict[str, Any] = json.loads(report.read_text())
@@ -35,6 +35,13 @@ def test_a_quick_run_has_sandboxes_that_all_answer(tmp_path: Path) -> None:
         assert facts["live"] == facts["wanted"] == 200
     assert facts["errors"] == {}
     assert 0 < facts["mib_per_sandbox"] < 20
+
+
+def test_pythons_that_wait_all_answer(tmp_path: Path) -> None:
+    made = quick("pythons", tmp_path)
+    (facts,) = (run for run in made["runs"] if run["kind"] == "idle")
+    assert facts["live"] == facts["answered"] == facts["wanted"] == 20
+    assert facts["errors"] == {}
 
 
 @needs_zram
@@ -52,3 +59,13 @@ def test_a_load_of_standard_class_is_felt(tmp_path: Path) -> None:
     loaded = figures["default_p50_loaded_vs_unloaded"]
     assert loaded > 1.2
     assert figures["ls_p50_loaded_vs_unloaded"] < loaded
+
+
+@needs_zram
+def test_replayed_agents_hold_less_with_reclaim(tmp_path: Path) -> None:
+    made = quick("replay", tmp_path)
+    runs = {run["mode"]: run for run in made["runs"] if run["kind"] == "replay"}
+    assert runs["off"]["turns"] == runs["on"]["turns"] > 0
+    assert runs["off"]["swapped_peak_mib"] == 0
+    assert runs["on"]["swapped_peak_mib"] > 0
+    assert 0 < made["figures"]["memory_time_saving"] < 1

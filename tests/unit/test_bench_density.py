@@ -15,8 +15,9 @@ MIB = 1 << 20
 
 def test_every_figure_has_a_part() -> None:
     assert set(DENSITY.figures) == {
+        "fncall_per_s", "fncall_p50_ms", "fncall_vs_fresh_container",
         "live_idle_sandboxes", "paused_python_mib", "resume_ms", "ls_p50_loaded_vs_unloaded",
-        "ls_p99_loaded_vs_unloaded", "default_p50_loaded_vs_unloaded",
+        "ls_p99_loaded_vs_unloaded", "default_p50_loaded_vs_unloaded", "memory_time_saving",
     }  # fmt: skip
     assert set(DENSITY.parts) == set(parts.PARTS)
 
@@ -51,12 +52,21 @@ def test_errors_are_counted_by_what_they_say() -> None:
 def test_a_ratio_is_of_two_cases_of_one_round() -> None:
     """A host that became slower in the second of three rounds is in both."""
     result = classes.Result()
-    result.bursts_ms["unloaded"] = [[20.0, 21.0, 22.0], [40.0, 42.0, 44.0], [20.0, 21.0, 30.0]]
-    result.bursts_ms["standard"] = [[60.0, 63.0, 64.0], [80.0, 84.0, 99.0], [60.0, 63.0, 66.0]]
-    assert result.ratio("standard", 0.5) == pytest.approx(3)
-    assert result.ratio("unloaded", 0.99) == 1
+    result.bursts_ms["unloaded", 0] = [[20.0, 21.0, 22.0], [40.0, 42.0, 44.0], [20.0, 21.0, 30.0]]
+    result.bursts_ms["standard", 50] = [[60.0, 63.0, 64.0], [80.0, 84.0, 99.0], [60.0, 63.0, 66.0]]
+    assert result.ratio("standard", 50, 0.5) == pytest.approx(3)
+    assert result.ratio("unloaded", 0, 0.99) == 1
 
 
-def test_the_cases_differ_in_what_they_say() -> None:
-    assert [setting.case for setting in classes.SETTINGS if setting.load is None] == ["unloaded"]
-    assert {setting.case for setting in classes.SETTINGS if setting.idle} == {"SCHED_IDLE"}
+def test_each_class_meets_each_load_and_one_step_has_none() -> None:
+    made = classes.steps(classes.LOADS)
+    assert [step.setting.case for step in made if not step.percent] == ["unloaded"]
+    assert len(made) == 1 + len(classes.LOADS) * len(classes.SETTINGS) == len(set(made))
+    assert {step.setting.case for step in made if step.setting.idle} == {"SCHED_IDLE"}
+    assert set(classes.QUICK_LOADS) <= set(classes.LOADS)
+
+
+def test_a_load_is_divided_among_its_hogs() -> None:
+    """Two for each CPU: together they take the load, but at 100 none ever stops."""
+    shares = {step.percent: step.share for step in classes.steps(classes.LOADS) if step.percent}
+    assert shares == {25: 125, 50: 250, 75: 375, 100: 1000}

@@ -176,6 +176,24 @@ def test_socket_families(code: Pair, args: Args, verdict: int | None) -> None:
     assert run(code, number("socket"), X86, args) == expected
 
 
+@pytest.mark.parametrize(("arch", "audit"), [("x86_64", X86), ("aarch64", ARM)])
+def test_calls_without_a_network_have_unix_sockets_only(arch: syscalls.Arch, audit: int) -> None:
+    """On top of the two parts: the worker's loopback is shared by one call after the other."""
+    part = seccomp.unix_only_filter(arch)
+    for name in ("socket", "socketpair"):
+        nr = number(name, arch)
+        assert run_one(part, nr, audit, (1, 1, 0)) == seccomp.ALLOW
+        for family in (0, 2, 10, 16, 17, 40):
+            assert run_one(part, nr, audit, (family, 1, 0)) == refused(errno.EAFNOSUPPORT)
+    assert run_one(part, number("mount", arch), audit, (3, 0, 0)) == seccomp.ALLOW
+
+
+def test_calls_without_a_network_may_run_32_bit_programs() -> None:
+    part, nr = seccomp.unix_only_filter("x86_64"), number("socket", "i386")
+    assert run_one(part, nr, I386, (1, 1, 0)) == seccomp.ALLOW
+    assert run_one(part, nr, I386, (2, 1, 0)) == refused(errno.EAFNOSUPPORT)
+
+
 @pytest.mark.parametrize(
     ("command", "allowed"),
     [

@@ -265,6 +265,25 @@ const char *args_port(struct mp_bytes raw, uint16_t *port)
     return NULL;
 }
 
+const char *args_fncall(struct mp_bytes raw, struct fncall_args *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct fncall_args, "argv", argv, TEXTS),
+        FIELD(struct fncall_args, "env", env, PAIRS),
+        FIELD(struct fncall_args, "filter", filter, DATA),
+        FIELD(struct fncall_args, "files_bytes", files_bytes, NUMBER),
+        FIELD(struct fncall_args, "network", network, FLAG),
+    };
+    memset(out, 0, sizeof *out);
+    const char *problem = parse(raw, fields, COUNT(fields), NULL, out);
+    if (problem)
+        return problem;
+    struct mp_reader argv = mp_reader_of(out->argv.p, out->argv.n);
+    if (!out->argv.p || mp_get_array(&argv) == 0)
+        return "field \"argv\" is missing or empty";
+    return out->filter.n % 8 || out->filter.n > 4096 * 8 ? "field \"filter\" is malformed" : NULL;
+}
+
 const char *args_nothing(struct mp_bytes raw)
 {
     struct mp_reader r = mp_reader_of(raw.p, raw.n);

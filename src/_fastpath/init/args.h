@@ -40,6 +40,13 @@ struct command_args {
     bool eof;
 };
 
+struct fncall_args {
+    struct mp_bytes filter; /* struct sock_filter[] for calls; n 0: none */
+    struct mp_bytes argv, env; /* still encoded */
+    struct opt_u64 files_bytes;
+    bool network;
+};
+
 /* Each returns NULL, or a static text that says which field is wrong. */
 const char *args_exec(struct mp_bytes raw, struct exec_args *out);
 const char *args_session(struct mp_bytes raw, struct session_args *out);
@@ -47,6 +54,7 @@ const char *args_command(struct mp_bytes raw, const char *fields, struct command
 /* `fields`: space separated names that the operation takes besides `path`. */
 const char *args_path(struct mp_bytes raw, const char *fields, struct path_args *out);
 const char *args_port(struct mp_bytes raw, uint16_t *port);
+const char *args_fncall(struct mp_bytes raw, struct fncall_args *out);
 const char *args_nothing(struct mp_bytes raw);
 
 #endif

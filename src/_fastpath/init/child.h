@@ -90,6 +90,8 @@ _Noreturn void child_result(const void *raw, size_t n);
 bool child_send(enum report_kind kind, const void *data, size_t n, int fd);
 
 _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *fds);
+/* Its second half, for who has entered the sandbox: directory, environment, exec. */
+_Noreturn void exec_program(const struct exec_args *args, const struct identity *who, bool shell);
 _Noreturn void shell_child(const struct session_args *args, const struct child_fds *fds);
 
 /* confine_apparmor.c. Where config.apparmor is given: open what takes the profile's name, before the

@@ -105,11 +105,11 @@ static void drop_fds(struct conn *conn)
         close(conn->fds[--conn->n_fds]);
 }
 
-bool conn_take_fds(struct conn *conn, int *fds)
+bool conn_take_fds(struct conn *conn, int *fds, unsigned n)
 {
-    if (conn->n_fds != RX_FDS)
+    if (conn->n_fds != n)
         return false;
-    memcpy(fds, conn->fds, sizeof conn->fds);
+    memcpy(fds, conn->fds, n * sizeof *fds);
     conn->n_fds = 0;
     return true;
 }

@@ -69,8 +69,8 @@ bool conn_room(const struct conn *conn);
 /* The peer broke the protocol: close once the running handler has returned. */
 void conn_doom(struct conn *conn);
 void conn_hold(struct conn *conn);
-/* Take the RX_FDS descriptors that came with the frame being handled; false: there are not as many. */
-bool conn_take_fds(struct conn *conn, int *fds);
+/* Take the `n` descriptors that came with the frame being handled; false: it is another number. */
+bool conn_take_fds(struct conn *conn, int *fds, unsigned n);
 /* Close doomed connections, end overdue holds; returns the next instant something is due or 0. */
 uint64_t conns_tick(uint64_t now);
 

@@ -4,6 +4,7 @@
 #include "conn.h"
 #include "config.h"
 #include "exec_calls.h"
+#include "fncall.h"
 #include "job.h"
 #include "root.h"
 #include "session.h"
@@ -141,6 +142,7 @@ static const struct operation {
     { "session.close", op_session_close },
     { "session.list", op_session_list },
     { "net.forward", op_forward },    { "root.swap", root_swap },
+    { "fncall.serve", fncall_serve },
     { "sys.ping", op_ping },          { "sys.stats", op_stats },
     { "sys.pause", op_pause },
 };

@@ -218,18 +218,23 @@ _Noreturn void exec_child(const struct exec_args *args, const struct child_fds *
     struct role role = { .user = args->user, .groups = args->groups, .command = true,
                          .pty = args->pty, .rows = args->rows, .cols = args->cols };
     child_enter(&own, &role, &who);
+    exec_program(args, &who, own.shell);
+}
+
+_Noreturn void exec_program(const struct exec_args *args, const struct identity *who, bool shell)
+{
     struct mp_reader r = mp_reader_of(args->argv.p, args->argv.n);
     size_t argc = args->argv.p ? mp_get_array(&r) : 3;
     /* Each string and pointer is rounded up to 16 bytes. */
     size_t entries = argc + pairs(config.env) + pairs(args->env) + 64;
     arena_open(args->argv.n + args->shell.n + config.env.n + args->env.n + entries * 64 + 65536);
-    enter_directory(args->cwd, &who);
-    struct environment env = env_build(&who, args->env, args->pty);
-    if (own.shell)
+    enter_directory(args->cwd, who);
+    struct environment env = env_build(who, args->env, args->pty);
+    if (shell)
         run_platform_shell(text_of(args->shell), &env);
     if (args->shell.p) {
-        const char *shell = args->interpreter.p ? text_of(args->interpreter) : default_shell();
-        run(argv_of_shell(shell, text_of(args->shell)), 3, &env);
+        const char *own = args->interpreter.p ? text_of(args->interpreter) : default_shell();
+        run(argv_of_shell(own, text_of(args->shell)), 3, &env);
     }
     char **argv = (char **)(void *)take((argc + 1) * sizeof *argv);
     for (size_t i = 0; i < argc; i++)

@@ -171,7 +171,7 @@ void root_swap(struct call *call, struct mp_bytes args)
     int fds[RX_FDS];
     if (problem)
         call_fail(call, "invalid_argument", "%s", problem);
-    else if (!conn_take_fds(call->conn, fds))
+    else if (!conn_take_fds(call->conn, fds, RX_FDS))
         call_fail(call, "invalid_argument", "%d descriptors must come with the call", RX_FDS);
     else if (!namespace_given[FD_MNTNS - FD_USERNS] || !config.has_upper)
         refuse(call, fds, "unsupported", "commands run in the root of dsec-init");

@@ -21,6 +21,7 @@ from dsecd.api.local import LocalCall
 from dsecd.api.progress import told
 from dsecd.engine import cpu, pausing, snapshots, usage
 from dsecd.engine import verify as grading
+from dsecd.engine.fncall import Pools
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.signing import Signer
@@ -56,8 +57,8 @@ class Operation:
 class Operations:
     """The table, bound to one engine."""
 
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
+    def __init__(self, manager: Manager, fncalls: Pools) -> None:
+        self._manager, self._fncalls = manager, fncalls
         self._started = time.monotonic()
         self._signer = Signer(manager.config.state / "verify.key")
         entries: list[tuple[str, Any, Callable[..., Any], bool]] = [
@@ -89,6 +90,7 @@ class Operations:
             ("sandbox.verify", model.VerifyArgs, self.verify, False),
             ("host.verify_key", msgspec.Raw, self.verify_key, True),
             ("sandbox.delete_checkpoint", model.CheckpointRef, self.delete_checkpoint, False),
+            ("fncall.run", model.DSecFnCallArgs, self.fncall_run, False),
             *policies.entries(manager),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
@@ -224,6 +226,14 @@ class Operations:
                 await call.send(event)
         finally:
             self._manager.events.unsubscribe(events)
+
+    async def fncall_run(self, call: LocalCall, args: model.DSecFnCallArgs) -> model.FnCallResult:
+        try:
+            return await self._fncalls.run(_owner(call), args)
+        except asyncio.CancelledError:
+            if not call.client_lost:
+                self._fncalls.give_up(_owner(call), args)
+            raise
 
     # --- host
 

@@ -21,6 +21,7 @@ from dsecd.api.local import LocalCall
 from dsecd.api.operations import Operations
 from dsecd.api.proxy import ProxiedCall
 from dsecd.config import Config, split_address
+from dsecd.engine.fncall import Pools
 from dsecd.engine.manager import Manager
 from libdsec import model, wire
 from libdsec.errors import DSecError, Exhausted, InvalidArgument, Unavailable, Unsupported
@@ -33,11 +34,13 @@ _hello = msgspec.msgpack.Decoder(model.Hello)
 class Server:
     """The daemon's front. Implements `connection.Router`."""
 
-    def __init__(self, config: Config, manager: Manager, gatekeeper: Gatekeeper) -> None:
+    def __init__(
+        self, config: Config, manager: Manager, gatekeeper: Gatekeeper, fncalls: Pools
+    ) -> None:
         self.calls_per_connection = config.listen.calls_per_connection
         self.connections: set[ClientConnection] = set()
         self._config, self._manager, self._gatekeeper = config, manager, gatekeeper
-        self._operations = Operations(manager).table
+        self._operations = Operations(manager, fncalls).table
         self._listeners: list[asyncio.Server] = []
         self._closing = False
         self._idle: asyncio.Event | None = None  # closing, and no connection is left

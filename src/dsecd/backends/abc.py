@@ -35,6 +35,7 @@ pty=False)``. The engine never asks for a backend's name: it reads its capabilit
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
@@ -256,6 +257,12 @@ class Backend(Protocol):
 
     async def set_cpu_class(self, handle: Handle, cpu_class: CpuClass) -> tuple[str, ...]:
         """Say how a sandbox competes for CPUs. Returns what of that the host does not give."""
+
+    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
+        """Begin an operation of the agent that talks on a byte stream of its own: our end of it.
+
+        Raises what the agent answers, `Unavailable` when it cannot be reached.
+        """
 
     def oom_kills(self, handle: Handle) -> int:
         """A cheap counter read."""

@@ -235,18 +235,39 @@ class AgentChannel(asyncio.Protocol):
 async def swap_root(path: str, mount_ns: int, upper: int) -> None:
     """Have the agent at `path` send whoever enters the sandbox into another root.
 
-    `mount_ns` and `upper` are those of `host.spawner.Rerooted`; they stay the caller's. On a
-    connection of its own, because a transport of asyncio carries no descriptors. Raises
+    `mount_ns` and `upper` are those of `host.spawner.Rerooted`; they stay the caller's. Raises
     `WrongState` naming who lives in the old root, which is kept then; `OSError` or `Unavailable`
     when the agent cannot be reached. After a cancelled call it is unknown which root is in use:
     ``/proc/<pid>/fd/8`` of the agent tells.
     """
+    await _call_with_fds(path, "root.swap", pack({}), [mount_ns, upper])
+
+
+async def open_stream(path: str, op: str, args: msgspec.Raw) -> socket.socket:
+    """Have the agent at `path` begin `op`, which talks on a stream of its own; return our end.
+
+    Raises what the call is answered with; `OSError` or `Unavailable` when the agent is not reached.
+    """
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with theirs:
+        try:
+            await _call_with_fds(path, op, args, [theirs.fileno()])
+        except BaseException:
+            ours.close()
+            raise
+    return ours
+
+
+async def _call_with_fds(path: str, op: str, args: msgspec.Raw, fds: list[int]) -> None:
+    """On a connection of its own, because a transport of asyncio carries no descriptors."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as peer:
         peer.setblocking(False)
         peer.connect(path)  # a unix socket: done or refused at once
-        frame = encode(Request(1, "root.swap", pack({})))
-        socket.send_fds(peer, [frame], [mount_ns, upper])
+        frame = encode(Request(1, op, args))
+        sent = socket.send_fds(peer, [frame], fds)
+        await loop.sock_sendall(peer, frame[sent:])
         splitter = Splitter()
         while data := await loop.sock_recv(peer, 4096):
             for answer in splitter.feed(data):

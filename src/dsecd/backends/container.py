@@ -12,22 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 import msgspec
 
 from dsecd.backends import abc, container_cpu, container_pack, container_pause, container_usage
-from dsecd.backends.abc import (
-    Capabilities,
-    Handle,
-    Instance,
-    Layers,
-    Listener,
-    Save,
-    Usage,
-    Warmth,
-)
-from dsecd.backends.agent import AgentChannel
+from dsecd.backends.abc import Capabilities, Handle, Instance, Layers, Listener, Save, Usage
+from dsecd.backends.agent import AgentChannel, open_stream
 from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost, resources
@@ -210,11 +202,14 @@ class ContainerBackend:
 
         No timeout: connect(2) of a unix socket succeeds or fails at once, unlike an answer.
         """
-        path = f"{runtime_dir(self._host.template, holding.sandbox)}/agent.sock"
+        path = self._agent(holding)
         try:
             holding.channel = await AgentChannel.connect(path, lambda: self._lost(holding))
         except OSError as error:
             raise Internal(f"dsec-init does not answer on {path}: {error}") from error
+
+    def _agent(self, holding: Holding) -> str:
+        return f"{runtime_dir(self._host.template, holding.sandbox)}/agent.sock"
 
     def _instance(self, holding: Holding, spec: Spec | None, micros: Mapping[str, int]) -> Instance:
         attachment, notes = holding.attachment, []
@@ -416,7 +411,7 @@ class ContainerBackend:
     async def usage(self, handle: Handle) -> Usage:
         return await container_usage.measure(self._host, self._holdings[handle.sandbox])
 
-    def warmth(self, handle: Handle) -> Warmth:
+    def warmth(self, handle: Handle) -> abc.Warmth:
         return container_usage.warmth(self._host, self._holdings[handle.sandbox])
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:
@@ -432,6 +427,12 @@ class ContainerBackend:
 
     async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
         return container_cpu.set_class(self._host, self._holdings[handle.sandbox], cpu_class)
+
+    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
+        try:
+            return await open_stream(self._agent(self._holdings[handle.sandbox]), op, args)
+        except OSError as error:
+            raise Unavailable(f"dsec-init does not answer: {error}") from error
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         subject, host = container_pack.subject(self._holdings[handle.sandbox]), self._host

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -461,6 +462,9 @@ class FakeBackend:
 
     async def keep(self, handle: Handle, args: KeepArgs) -> Kept:
         raise Unsupported("the fake backend keeps no layers", reason="fake")
+
+    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
+        raise Unsupported(f"the fake backend has no {op}", reason="fake")
 
     def oom_kills(self, handle: Handle) -> int:
         sandbox = self.sandboxes.get(handle.sandbox)

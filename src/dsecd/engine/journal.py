@@ -63,6 +63,7 @@ class Row(msgspec.Struct, kw_only=True):
     claimed: bool = False
     cpu_class: CpuClass | None = None  # when it was changed
     paused_by: PausedBy = ""
+    own: bool = False  # the engine's: it ends with the daemon that made it
 
 
 class Journal:

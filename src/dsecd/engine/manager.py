@@ -279,28 +279,26 @@ class Manager:
         return self._by_key.get((owner, key))
 
     def get(self, name: str) -> Sandbox:
-        """Return the sandbox, live or recently ended. Raises `NotFound`."""
+        """Return a client's sandbox, live or recently ended. Raises `NotFound`."""
         sandbox = self.live.get(name) or self.ended.get(name)
-        if sandbox is None:
+        if sandbox is None or sandbox.own:
             raise NotFound(f"no sandbox {name!r} on this host", id=name)
         return sandbox
 
     def enter(self, name: str) -> Sandbox:
-        """Begin a call into a sandbox; `leave` ends it. Raises `NotFound`, `WrongState`.
+        """Begin a client's call: see `leave`, `pausing.wake`. Raises `NotFound`, `WrongState`."""
+        sandbox = self.get(name)
+        self.use(sandbox)
+        return sandbox
 
-        It may be paused: see `pausing.wake`.
-        """
-        sandbox = self.live.get(name)
-        if sandbox is None or sandbox.state not in ALIVE:
-            sandbox = self.get(name)
-            why = f": {sandbox.reason}" if sandbox.reason else ""
-            raise WrongState(f"sandbox {name} is {sandbox.state}{why}", state=sandbox.state)
+    def use(self, sandbox: Sandbox) -> None:
+        """Begin a call into a sandbox, perhaps one of the engine's own. Raises `WrongState`."""
+        sandbox.require_alive()
         sandbox.calls += 1
         sandbox.entered += 1
         if sandbox.claim_deadline is not None:  # its answer arrived after all
             sandbox.claim_deadline = None
             sandbox.claims += 1
-        return sandbox
 
     def leave(self, sandbox: Sandbox) -> None:
         """End a call that `enter` began: the idle clock starts with the last one."""
@@ -312,19 +310,17 @@ class Manager:
 
     def set_timeout(self, sandbox: Sandbox, idle_s: float | None) -> None:
         """Give a new idle timeout, counted from now."""
-        if sandbox.state not in ALIVE:
-            raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}", state=sandbox.state)
+        sandbox.require_alive()
         sandbox.idle_s = idle_s
         sandbox.idle_since = asyncio.get_running_loop().time()
         self.journal.post(sandbox.row("running"))
         self.rearm(sandbox)
 
     def select(self, labels: dict[str, str], with_ended: bool) -> Iterable[Sandbox]:
-        """Yield sandboxes that carry all of `labels`."""
-        pools = (self.live, self.ended) if with_ended else (self.live,)
-        for pool in pools:
+        """Yield the clients' sandboxes that carry all of `labels`."""
+        for pool in (self.live, self.ended) if with_ended else (self.live,):
             for sandbox in pool.values():
-                if all(sandbox.args.labels.get(k) == v for k, v in labels.items()):
+                if not sandbox.own and sandbox.carries(labels):
                     yield sandbox
 
     # --- end ------------------------------------------------------------------------------------
@@ -391,7 +387,10 @@ class Manager:
         log.event(logger, logging.INFO, sandbox.state, reason=sandbox.reason)
 
     def remember(self, sandbox: Sandbox) -> None:
-        """Keep an ended sandbox for a while, to answer why it ended."""
+        """Keep an ended sandbox for a while, to answer why it ended; not the engine's own."""
+        if sandbox.own:
+            self._forget(sandbox)
+            return
         limits = self.config.limits
         self.ended[sandbox.id] = sandbox
         oldest = (sandbox.ended_at or 0.0) - limits.ended_kept_s
@@ -400,9 +399,12 @@ class Manager:
             if len(self.ended) <= limits.ended_kept and (first.ended_at or 0.0) >= oldest:
                 break
             self.ended.popitem(last=False)
-            self.journal.drop(first.id)
-            if self._by_key.get((first.owner, first.key)) is first:
-                del self._by_key[first.owner, first.key]
+            self._forget(first)
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        self.journal.drop(sandbox.id)
+        if self._by_key.get((sandbox.owner, sandbox.key)) is sandbox:
+            del self._by_key[sandbox.owner, sandbox.key]
 
     # --- what happens by itself -----------------------------------------------------------------
 

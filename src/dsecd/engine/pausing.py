@@ -21,7 +21,7 @@ from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.waiter import completed, each
-from libdsec.errors import DSecError, InvalidArgument, Unsupported, WrongState, to_wire
+from libdsec.errors import DSecError, InvalidArgument, Unsupported, to_wire
 from libdsec.model import Paused, Resumed
 
 logger = logging.getLogger("dsecd.engine")
@@ -168,9 +168,8 @@ async def _shrink(manager: Manager, sandbox: Sandbox, before: int, target_bytes:
 
 
 def _alive(sandbox: Sandbox) -> Handle:
-    if sandbox.state not in ALIVE or sandbox.handle is None:
-        why = f": {sandbox.reason}" if sandbox.reason else ""
-        raise WrongState(f"sandbox {sandbox.id} is {sandbox.state}{why}", state=sandbox.state)
+    sandbox.require_alive()
+    assert sandbox.handle is not None
     return sandbox.handle
 
 

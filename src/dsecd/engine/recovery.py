@@ -61,7 +61,7 @@ async def recover(manager: Manager) -> tuple[int, int]:
 async def _readopt_one(manager: Manager, row: Row) -> bool:
     """Re-adopt a sandbox if it lives."""
     handle = _handle(row)
-    if handle is None or row.state != "running":
+    if handle is None or row.state != "running" or row.own:
         return False
     with log.about(row.id):
         try:
@@ -80,7 +80,7 @@ async def _free_one(manager: Manager, row: Row) -> None:
     with log.about(row.id):
         sandbox = _sandbox(manager, row)
         sandbox.handle = handle
-        if row.state == "intent":
+        if row.state == "intent" or row.own:
             await _free(manager, sandbox, handle)
             manager.journal.drop(row.id)
             return
@@ -152,7 +152,7 @@ def _sandbox(manager: Manager, row: Row, account: Account | None = None) -> Sand
     now = asyncio.get_running_loop().time()
     spec = compile_spec(row.id, row.args, account)
     sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
-    sandbox.sealed = row.sealed
+    sandbox.sealed, sandbox.own = row.sealed, row.own
     sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
     sandbox.created_at, sandbox.notes, sandbox.account = row.created_at, row.notes, account
     return sandbox

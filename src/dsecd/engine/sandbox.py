@@ -15,7 +15,7 @@ from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
 from dsecd.engine.policies import Account
 from dsecd.images.tool import Report, unreported
 from dsecd.secrets.secret import digest
-from libdsec.errors import DSecError
+from libdsec.errors import DSecError, WrongState
 from libdsec.model import CpuClass, DSecContainerRunArgs, SandboxInfo, State
 from libdsec.model_layers import ImportStage
 
@@ -63,7 +63,7 @@ class Sandbox:
         self.claim_deadline: float | None = None  # nobody has got the answer to the create
         self.waiters = 0  # callers that wait for the create
         self.claims = 0  # callers that got its answer
-        self.own = False  # the engine's, for one call: after a restart nobody has a claim to it
+        self.own = False  # the engine's: no client can name it, and it ends with the daemon
         self.oom_kills = 0
         self.commands: dict[str, int] = {}  # cid → OOM kills before it began
         self.ready: asyncio.Future[None] = loop.create_future()  # running, or the create's error
@@ -78,6 +78,16 @@ class Sandbox:
     def wanted(self) -> bool:
         """Whether it has neither ended nor is being ended."""
         return self.state == "creating" or self.state in ALIVE
+
+    def carries(self, labels: dict[str, str]) -> bool:
+        """Whether all of `labels` are among its own."""
+        return all(self.args.labels.get(key) == value for key, value in labels.items())
+
+    def require_alive(self) -> None:
+        """Raise `WrongState`, and why it ended, unless it is running or paused."""
+        if self.state not in ALIVE:
+            why = f": {self.reason}" if self.reason else ""
+            raise WrongState(f"sandbox {self.id} is {self.state}{why}", state=self.state)
 
     def lock(self) -> asyncio.Lock:
         """One checkpoint, rollback, pack, pause or resumption at a time."""
@@ -160,7 +170,8 @@ class Sandbox:
             address6=self.address6,
             notes=self.notes,
             policy=b"" if account is None else account.packed,
-            claimed=claimed and not self.own,
+            claimed=claimed,
+            own=self.own,
             cpu_class=self.cpu_class if self.cpu_class != self.args.cpu_class else None,
             paused_by=self.paused_by,
         )

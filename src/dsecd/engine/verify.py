@@ -8,7 +8,6 @@ client's: it ends with the call, and after a restart of the daemon by itself.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import secrets
@@ -17,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from dsecd import __version__, log
 from dsecd.backends.abc import KeepArgs, Kept
+from dsecd.engine import own
 from dsecd.engine.grading import Running
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
@@ -100,22 +100,13 @@ async def _grader(
     manager: Manager, owner: str, sandbox: Sandbox, kept: Kept, args: VerifyArgs
 ) -> AsyncIterator[Sandbox]:
     """Lend the grader's sandbox; it is gone afterwards, however the use of it ended."""
-    key, wanted = f"verify-{secrets.token_hex(16)}", _sandbox_args(sandbox, kept, args)
-    await manager.policies.ready(wanted, wanted.strict)
-    grader = manager.request(owner, key, wanted)
-    grader.own = True
-    try:
-        await manager.create(owner, key, wanted)
-    except asyncio.CancelledError:
-        manager.begin_stop(grader, "the caller gave the grading up")
-        raise
-    manager.enter(grader.id)
+    wanted = _sandbox_args(sandbox, kept, args)
+    grader = await own.create(manager, owner, "verify", wanted)
     try:
         with log.about(grader.id):
             yield grader
     finally:
-        manager.leave(grader)
-        manager.begin_stop(grader, "graded")
+        own.end(manager, grader, "graded")
         await completed(grader.gone, manager.config.limits.stop_timeout_s)
 
 

@@ -170,6 +170,12 @@ def _process_madvise(scratch: Path) -> str:
     return ""
 
 
+def _gpu(scratch: Path) -> str:
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        raise Unsupported("no /dev/nvidia*: no driver has a device", reason="no device")
+    raise Unsupported("devices are not passed to workers yet", reason="not built")
+
+
 TRIALS = (
     Trial("cgroup", "limits of memory, CPU and processes", _cgroup),
     Trial("cgroup_v2_controllers", "limits without a pool of v1 groups", _cgroup_v2),
@@ -183,5 +189,6 @@ TRIALS = (
     Trial("psi_triggers", "noticing pressure without polling", _psi_triggers),
     Trial("damon", "finding cold memory", _damon),
     Trial("oom_protection", "sparing dsecd when the host runs out of memory", _oom_protection),
+    Trial("gpu", "pools of function calls on GPUs", _gpu),
     Trial("swap", "paging out paused sandboxes", _swap),
 )

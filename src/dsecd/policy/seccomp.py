@@ -170,6 +170,20 @@ def command_filter(options: Options | None = None, arch: Arch | None = None) -> 
     return pack(_assemble(native, chosen.i386, lambda each: _command_body(chosen, each)))
 
 
+def unix_only_filter(arch: Arch | None = None) -> bytes:
+    """Return a part that leaves sockets of the unix family only, on top of the two others, which
+    decide whether 32-bit programs run.
+    """
+
+    def body(each: Arch) -> Program:
+        rules = _Rules(each)
+        answer = (_argument(0), (_JEQ_K, 0, 1, _AF_UNIX), _allow(), _refuse(errno.EAFNOSUPPORT))
+        rules.add(list(answer), "socket", "socketpair")
+        return rules.compile()
+
+    return pack(_assemble(arch or syscalls.host_arch(), True, body))
+
+
 def denies_ioctl(request: int) -> bool:
     """Say whether the two parts deny this ioctl(2) request, of 32 bits, in every sandbox."""
     kind, number = request >> 8 & 0xFF, request & 0xFF

@@ -1,0 +1,148 @@
+"""The daemon's end of a worker's stream: messages in any pieces, in no other order."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any, cast
+
+import pytest
+
+from dsecd.engine.fncall_worker import Answer, Asked, Lost, Worker
+from libdsec.errors import Unsupported
+
+READY = struct.pack("=B3xI", 16, 5)
+ASKED = Asked(b"body", ["a", "b"], 2.0, 1024, 4096)
+ASK_SIZE = 24
+
+
+def done(status: int = 0, files: bytes = b"") -> bytes:
+    head = struct.pack(
+        "=B???iIIIIIII", 17, False, True, False, status, 1, 2, 3, 1, 2, 3, len(files)
+    )
+    return head + b"v" + b"oo" + b"eee" + files
+
+
+class Transport:
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def kinds(self) -> list[int]:
+        return [struct.unpack_from("=I", data)[0] for data in self.written]
+
+
+class Told:
+    """A worker on a stand-in for its stream, and what it tells its pool."""
+
+    def __init__(self) -> None:
+        self.transport, self.ready, self.lost = Transport(), 0, list[str]()
+        self.worker = Worker(cast(Any, None), cast(Any, None))
+        self.worker.on_lost = self.lost.append
+        self.worker.on_ready = self._ready
+        self.worker.connection_made(cast(Any, self.transport))
+
+    def _ready(self) -> None:
+        self.ready += 1
+
+    def begin(self) -> asyncio.Task[Answer]:
+        return asyncio.create_task(self.worker.call(ASKED))
+
+
+async def started() -> Told:
+    told = Told()
+    told.worker.data_received(READY)
+    await told.worker._started
+    return told
+
+
+async def test_messages_may_come_in_any_pieces() -> None:
+    files = struct.pack("=II", 1, 4) + b"four"
+    told = await started()
+    call = told.begin()
+    await asyncio.sleep(0)
+    for byte in done(256, files) + READY:
+        told.worker.data_received(bytes([byte]))
+    answer = await call
+    assert (answer.status, answer.truncated, answer.timed_out) == (256, True, False)
+    assert (answer.value, answer.stdout, answer.stderr) == (b"v", b"oo", b"eee")
+    assert answer.files == {"b": b"four"}
+    assert (told.ready, told.lost) == (1, [])
+    (asked,) = told.transport.written
+    assert asked[ASK_SIZE:] == b"a\0b\0body"
+
+
+async def test_a_call_given_up_is_killed_and_the_worker_stays() -> None:
+    told = await started()
+    call = told.begin()
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert told.transport.kinds() == [1, 2]
+    told.worker.data_received(done(9) + READY)
+    assert (told.ready, told.lost) == (1, [])
+
+
+@pytest.mark.parametrize("cancelled_first", [False, True])
+async def test_giving_up_a_call_that_has_ended_kills_no_later_one(cancelled_first: bool) -> None:
+    told = await started()
+    call = told.begin()
+    await asyncio.sleep(0)
+    if cancelled_first:
+        call.cancel()
+    told.worker.data_received(done() + READY)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    assert told.transport.kinds() == [1]
+    again = told.begin()
+    await asyncio.sleep(0)
+    told.worker.data_received(done() + READY)
+    assert (await again).value == b"v"
+    assert (told.ready, told.lost) == (2, [])
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        READY, done(), b"\xff", done() + READY + READY, done(files=b"\0" * 7),
+        done(files=b"\xff" * 8),
+    ],
+    ids=["ready without an answer", "an answer to nothing", "no such kind", "ready twice",
+         "half a file", "a file that was not asked for"],
+)  # fmt: skip
+async def test_what_breaks_the_protocol_loses_the_worker(sent: bytes) -> None:
+    told = await started()
+    if sent != done():
+        call = told.begin()
+        await asyncio.sleep(0)
+    told.worker.data_received(sent)
+    assert len(told.lost) == 1
+    assert told.transport.closed
+    if sent != done():
+        await asyncio.gather(call, return_exceptions=True)
+    with pytest.raises(Lost):
+        await told.worker.call(ASKED)
+
+
+async def test_a_failure_at_the_start_is_the_keepers_own() -> None:
+    told = Told()
+    message = b"the pool's Python ended: no module"
+    told.worker.data_received(struct.pack("=BBBB224s", 1, 5, 0, len(message), message))
+    with pytest.raises(Unsupported, match="no module"):
+        await told.worker._started
+
+
+async def test_the_end_of_the_stream_loses_the_call() -> None:
+    told = await started()
+    call = told.begin()
+    await asyncio.sleep(0)
+    told.worker.connection_lost(None)
+    with pytest.raises(Lost, match="ended"):
+        await call
+    assert len(told.lost) == 1
