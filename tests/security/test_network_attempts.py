@@ -2,8 +2,8 @@
 
 What counts is what arrives in the world, read from the wire: a call that reports an error and sends
 its packet all the same has got through. Attempts that end inside the sandbox count by outcome.
-Only attempts whose tests were selected are made. In a guest by ``scripts/vm-test -m root``: it takes
-too long there for every run.
+Only attempts whose tests were selected are made. In a guest by ``scripts/vm-test -m root``: it
+takes too long there for every run.
 """
 
 from __future__ import annotations
