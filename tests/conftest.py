@@ -32,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+def pytest_collection_finish() -> None:
+    # The tests themselves are a million objects, and stay: no collection of a test looks at them.
+    gc.collect()
+    gc.freeze()
+
+
 _EXAMPLES = caches.directory("hypothesis")
 if _EXAMPLES is not None:
     hypothesis.configuration.set_hypothesis_home_dir(_EXAMPLES)

@@ -10,6 +10,7 @@ descriptors and its descendants count.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -23,8 +24,9 @@ from pathlib import Path
 import psutil
 
 _OURS = re.compile(r"dsec")
-_PROGRAMS = re.compile(r"dsec-|dsecd|dsec_bench")
-_FIRST_UID = 0x10000000  # sandboxes run under host ids from here on
+_PROGRAMS = re.compile(rb"Name:\t(dsec-|dsecd|dsec_bench)")  # in /proc/PID/status
+_UID = re.compile(rb"^Uid:\t(\d+)", re.MULTILINE)
+FIRST_UID = 0x10000000  # sandboxes run under host ids from here on
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _DIRECTORIES = ("/run", "/var/lib", "/var/tmp", "/tmp", "/dev/shm")
 # Descriptors that pytest and asyncio open and close by themselves
@@ -82,14 +84,15 @@ def _processes(scope: Scope) -> Iterator[str]:
             yield from _described(child)
     if not scope.host or scope.own:
         return
-    for process in psutil.process_iter():
-        if process.pid in seen or process.pid == os.getpid():
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if pid in seen or pid == os.getpid():
             continue
-        try:
-            if process.uids().real >= _FIRST_UID or _PROGRAMS.match(process.name()):
-                yield from _described(process)
-        except psutil.Error:
-            continue
+        with contextlib.suppress(OSError, psutil.Error):  # it ended
+            with open(f"/proc/{pid}/status", "rb") as file:
+                status = file.read()
+            uid = _UID.search(status)
+            if _PROGRAMS.match(status) or (uid and int(uid[1]) >= FIRST_UID):
+                yield from _described(psutil.Process(pid))
 
 
 def _has_children() -> bool:

@@ -41,6 +41,10 @@ def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(), str(path))))
 
 
+def teardown_module() -> None:
+    nodes.cache_clear()  # the collector would go through all trees in every test that comes after
+
+
 def imported(path: Path) -> Iterator[str]:
     """Yield the dotted names that `path` imports, at any depth, relative ones resolved."""
     for node in nodes(path):

@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import ssl
+import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -53,6 +54,17 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+@functools.cache
+def world() -> tuple[Authority, ssl.SSLContext]:
+    """Return the authority of real names, and what trusts it: to read the host's takes a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        authority = Authority.load(Path(folder))
+        authority.context(HOST)  # made in that directory, and kept
+        bundle = Path(folder, "world.pem")
+        bundle.write_bytes(authority.pem)
+        return authority, client_context(str(bundle))
+
+
 class Lab:
     """A sandbox's proxy, the real name behind it, and clients."""
 
@@ -60,16 +72,15 @@ class Lab:
         self.refusals: list[Refusal] = []
         self.asked: list[str] = []
         self.addresses: list[str] = ["127.0.0.1"]
-        world = Authority.load(directory / "world")
-        self.api = Api(world.context(HOST))
-        (directory / "world.pem").write_bytes(world.pem)
+        real, self._trusting = world()
+        self.api = Api(real.context(HOST))
         self.authority = Authority.load(directory / "daemon")
-        self._world, self._limits, self._timing = str(directory / "world.pem"), limits, timing
+        self._limits, self._timing = limits, timing
         self.trust = ssl.create_default_context(cadata=self.authority.pem.decode())
 
     async def open(self) -> None:
         await self.api.start()
-        dialer = Dialer(client_context(self._world), port=self.api.port)
+        dialer = Dialer(self._trusting, port=self.api.port)
         self.doors = [bind("127.0.0.1", 0, 0) for _ in range(2)]
         self.proxy = SandboxProxy(
             [SECRET, OTHER], self.doors, self.authority.context,

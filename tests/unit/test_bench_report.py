@@ -6,8 +6,6 @@ import io
 import json
 from pathlib import Path
 
-import pytest
-from dsec_bench.create.plot import plot
 from dsec_bench.report import Report, Row, show
 from dsec_bench.stats import Round, Summary
 from rich.console import Console
@@ -65,12 +63,3 @@ def test_the_tables_name_every_series_and_reason() -> None:
     told = text.getvalue()
     for word in ("peers", "concurrency", "crun version 1.8", "missing", "runsc: runsc not found"):
         assert word in told
-
-
-@pytest.mark.leaky("matplotlib keeps its font files open")
-def test_the_plot_is_a_png_even_of_half_a_report(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
-    plot(report(), tmp_path / "full.png")
-    plot(Report("create", (), MACHINE), tmp_path / "empty.png")
-    for name in ("full.png", "empty.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import time
 from collections import Counter
@@ -53,3 +55,21 @@ def test_a_cgroup_and_a_directory_are_seen(test_name: str) -> None:
             path.rmdir()
     assert f"cgroup: {root}/{test_name}" in found
     assert f"directory: /run/{test_name}" in found
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("name", "uid"), [("dsec-orphan", 0), ("sleep", leaks.FIRST_UID)])
+def test_a_program_of_ours_that_is_no_child_is_seen(name: str, uid: int, tmp_path: Path) -> None:
+    program = shutil.copy("/bin/sleep", tmp_path / name)
+    scope = leaks.Scope(host=True)
+    before = leaks.take(scope)
+    there = subprocess.run(
+        ["sh", "-c", '"$0" 60 >&- 2>&- & echo $!', "/bin/sleep" if uid else program],
+        user=uid, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    pid = int(there.stdout)
+    while not Path(f"/proc/{pid}/cmdline").read_text().endswith("\x0060\x00"):
+        time.sleep(0.001)
+    found = leaks.left_over(before, leaks.take(scope))
+    os.kill(pid, signal.SIGKILL)
+    assert any(line.startswith(f"process: {pid} ") for line in found)
