@@ -35,6 +35,7 @@ from dsecd.backends.container_roots import unneeded
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.plan import STEPS, ContainerPlan
 from dsecd.policy import seccomp
+from tests.system import known_dsecd
 
 
 def fail_each_step() -> None:
@@ -157,6 +158,7 @@ def main() -> int:
         die_in_a_pause()
     if name in ("before-tidy", "after-tidy"):
         die_in_a_deletion(after=name == "after-tidy")
+    known_dsecd.adopt()
     config = configuration.load(Path(sys.argv[3]))
     log.configure(config.log)
     return entry.run(config, keep=False, step=step)

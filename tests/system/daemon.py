@@ -23,6 +23,7 @@ import psutil
 
 from libdsec import model
 from libdsec.errors import Unavailable
+from tests.system import known_dsecd
 from tests.wire_client import WireClient
 
 IMAGE = "base/busybox:1"
@@ -74,6 +75,7 @@ class Daemon:
         self.log_file = self.root / "log"
         self.clients: list[WireClient] = []
         self._write_config(number, overrides or {})
+        self._environment = known_dsecd.tell(self.root / "probe.json")
 
     def _write_config(self, number: int, overrides: dict[str, dict[str, object]]) -> None:
         self.root.mkdir(mode=0o755)
@@ -124,10 +126,9 @@ class Daemon:
             await asyncio.sleep(0.005)
 
     def _launch(self, crash_at: str, keep: bool) -> None:
-        program = ["-m", "dsecd"]
-        if crash_at:
-            program = [str(_REPOSITORY / "tests/system/crashing_dsecd.py"), crash_at]
-        arguments = [sys.executable, *program, "--config", str(self.config_file)]
+        program = ["known_dsecd"] if not crash_at else ["crashing_dsecd", crash_at]
+        program[0] = f"tests.system.{program[0]}"
+        arguments = [sys.executable, "-m", *program, "--config", str(self.config_file)]
         passed: tuple[int, ...] = ()
         if self.netns is not None:
             arguments = ["nsenter", f"--net=/proc/self/fd/{self.netns}", *arguments]
@@ -136,7 +137,7 @@ class Daemon:
             self.process = subprocess.Popen(
                 [*arguments, *(["--keep"] if keep else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_REPOSITORY,
-                start_new_session=True, pass_fds=passed,
+                start_new_session=True, pass_fds=passed, env=self._environment,
             )  # fmt: skip
 
     async def import_base(self) -> None:
