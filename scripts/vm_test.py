@@ -3,8 +3,9 @@
 Debian's kernel package is fetched once and unpacked into a cache; nothing is installed. The RAM
 disk is made here: busybox, the few modules that reach the root, a script. The host's / is shared by
 9p; what the guest changes is gone with it. /tmp, /var/tmp and /var/lib/dsec are on a disk of its
-own, for EROFS images must lie on a disk file system. Output comes through a console of its own, so
-that messages of the kernel do not mix with it; those are shown when the guest dies.
+own, for EROFS images must lie on a disk file system. The disk starts with a Debian layer, which the
+stores of tests link: to copy it from the host takes a minute. Output comes through a console of its
+own, so that messages of the kernel do not mix with it; those are shown when the guest dies.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ PROVIDED = (
 )  # fmt: skip
 META_PACKAGE = "linux-image-6.12-amd64"
 CACHE = Path("/var/cache/dsec-vm")
+CHECKOUT = Path(__file__).parents[1]
+LAYERS = "/var/tmp/dsec-tests"  # in the guest: DSEC_TEST_CACHE
 MODULES = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "crc32c_generic", "ext4", "virtio_rng")
 COMMAND_LINE = (
     "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
@@ -41,8 +44,7 @@ COMMAND_LINE = (
 # Without cx16 off, kernels from 6.12 on now and then fail to boot under TCG.
 # One CPU: with several, one may run code that another has just replaced. The kernel does that when
 # a BPF program is attached, and then dies of a breakpoint that it has taken back.
-CPU, SMT_CPU = "max,-cx16", "Skylake-Client-v1,-cx16"
-SMT = "4,sockets=1,cores=2,threads=2"
+CPU = "max,-cx16"
 EXIT = "vm-test: exit "
 START = r"""#!/bin/busybox sh
 b=/bin/busybox
@@ -76,10 +78,12 @@ exec $b switch_root /new /bin/bash /run/command
 COMMAND = r"""
 exec </dev/null >/dev/hvc0 2>&1
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8
+export DSEC_TEST_CACHE={layers}
 mkdir /run/checkout
 mount --bind {checkout} /run/checkout  # it may lie in a place that is about to be covered
 for place in /tmp /var/tmp /var/lib/dsec; do
-  mkdir -p -m 1777 "$place" "/disk$place"
+  mkdir -p "$place" "/disk$place"
+  chmod 1777 "/disk$place"
   mount --bind "/disk$place" "$place"
 done
 mkdir -p {checkout}
@@ -150,7 +154,8 @@ def ram_disk(kernel: Kernel, command: str) -> bytes:
     modules = kernel.loading_order(MODULES)
     start = START.replace("{modules}", " ".join(path.name.removesuffix(".xz") for path in modules))
     script = COMMAND.replace("{command}", command).replace("{exit}", EXIT)
-    script = script.replace("{checkout}", shlex.quote(str(Path(__file__).parents[1])))
+    script = script.replace("{checkout}", shlex.quote(str(CHECKOUT)))
+    script = script.replace("{layers}", LAYERS)
     entries = [(name, 0o40755, b"") for name in ("bin", "dev", "modules", "proc", "sys")]
     entries.append(("bin/busybox", 0o100755, Path("/bin/busybox").read_bytes()))
     entries += [("init", 0o100755, start.encode()), ("command", 0o100644, script.encode())]
@@ -170,11 +175,11 @@ def _entry(number: int, name: str, mode: int, data: bytes) -> bytes:
     return head + bytes(-len(head) % 4) + data + bytes(-len(data) % 4)
 
 
-def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
+def qemu(kernel: Kernel, scratch: Path, memory_mb: int) -> list[str]:
     """Return the command; files of the guest are in `scratch`."""
     argv = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35"]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-    argv += ["-cpu", SMT_CPU if smt else CPU, "-smp", SMT if smt else "1", "-m", str(memory_mb)]
+    argv += ["-cpu", CPU, "-smp", "1", "-m", str(memory_mb)]
     argv += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd")]
     argv += ["-append", COMMAND_LINE, "-serial", f"file:{scratch / 'console'}"]
     argv += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out"]
@@ -188,23 +193,26 @@ def qemu(kernel: Kernel, scratch: Path, smt: bool, memory_mb: int) -> list[str]:
 
 @contextlib.contextmanager
 def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
-    """Yield a directory with the guest's RAM disk and an empty disk."""
+    """Yield a directory with the guest's RAM disk, and its disk with the small Debian layer."""
     with tempfile.TemporaryDirectory(prefix="vm-test-", dir="/var/tmp") as name:
         scratch = Path(name)
         (scratch / "initrd").write_bytes(ram_disk(kernel, command))
-        with (scratch / "disk").open("wb") as disk:
-            disk.truncate(8 << 30)
-        _output("mkfs.ext4", "-q", "-O", "^has_journal", str(scratch / "disk"))
+        tree, disk = scratch / "tree", scratch / "disk"
+        lend = ("-m", "tests.system.compat.debian", f"{tree}{LAYERS}")
+        _output(sys.executable, *lend, cwd=str(CHECKOUT))
+        disk.touch()
+        os.truncate(disk, 8 << 30)
+        _output("mkfs.ext4", "-q", "-O", "^has_journal", "-d", str(tree), str(disk))
         yield scratch
 
 
-def run(command: str, smt: bool, memory_mb: int, timeout_s: float) -> int:
+def run(command: str, memory_mb: int, timeout_s: float) -> int:
     """Run `command` in a guest; return its exit status. Raises `Failed`."""
     kernel = fetch_kernel()
     print(f"vm-test: booting {kernel.release}", flush=True)
     with prepared(kernel, command) as scratch:
         guest = subprocess.Popen(
-            qemu(kernel, scratch, smt, memory_mb),
+            qemu(kernel, scratch, memory_mb),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -236,16 +244,14 @@ def _follow(guest: subprocess.Popen[str]) -> int | None:
 
 def _marked() -> list[str]:
     """Return the files with tests for the guest: collecting all of them there takes minutes."""
-    checkout = Path(__file__).parents[1]
-    files = sorted((checkout / "tests").rglob("test_*.py"))
+    files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
     marked = [file for file in files if re.search(r"mark\.vm\b", file.read_text())]
-    return [str(file.relative_to(checkout)) for file in marked]
+    return [str(file.relative_to(CHECKOUT)) for file in marked]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="vm-test")
     parser.add_argument("--run", metavar="COMMAND")
-    parser.add_argument("--smt", action="store_true")
     parser.add_argument("--memory-mb", type=int, default=4096)
     parser.add_argument("--timeout-s", type=float, default=4500.0)
     options, rest = parser.parse_known_args()
@@ -263,7 +269,7 @@ def main() -> int:
     # ended from outside, it takes the guest and its files along
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return run(command, options.smt, options.memory_mb, options.timeout_s)
+        return run(command, options.memory_mb, options.timeout_s)
     except Failed as error:
         print(f"vm-test: {error}", file=sys.stderr)
         return 1

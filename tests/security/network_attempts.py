@@ -1,22 +1,26 @@
 """Attempts to reach an address that the policy does not open, as root inside a sandbox.
 
-Runs under the sandbox's own Python, beside the modules it imports. Every attempt has addresses of
-its own, so that what arrives in the world tells which one got through. Whatever it raises is its
-outcome.
+Runs under the sandbox's own Python, beside the modules it imports: the attempts that are named, or
+all of them. Every attempt has addresses of its own, so that what arrives in the world tells which
+one got through. Whatever it raises is its outcome.
 """
 
 # ruff: noqa: F403, F405 - what is imported is beside this file inside the sandbox
 
 from __future__ import annotations
 
+import sys
+
 import network_packets  # type: ignore[import-not-found]  # noqa: F401 - registers
 from network_detours import *  # type: ignore[import-not-found]
 
 
-def main() -> None:
+def main(chosen: list[str]) -> None:
     ask("good.example")
     found = {}
     for number, (name, work) in enumerate(ATTEMPTS.items()):
+        if chosen and name not in chosen:
+            continue
         v4, v6 = f"203.0.113.{100 + number}", f"2600:db8::{100 + number:x}"
         try:
             outcome = work(v4, v6)
@@ -29,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,7 +7,6 @@ sandbox; they say why. What guards alone do not stop is shown with the filter's 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -224,8 +223,10 @@ REFUSED_ANYWAY = {
     "a user namespace": "not without being asked for",
 }
 
-LOOK = """
-import json, os
+# An attempt in a process of its own; what the protected paths are to another before and after it
+AROUND = """
+import os, sys
+
 def one(path):
     try:
         st = os.lstat(path)
@@ -234,25 +235,27 @@ def one(path):
         return [st.st_mode, st.st_uid, int(st.st_mtime), os.listxattr(path), open(path).read()]
     except OSError as error:
         return error.errno
-print(json.dumps({p: one(p) for p in
-    ('/a/b/c', '/a/b/c/f', '/a/b/one', '/a/b/later', '/a/link', '/a/link/f')}))
+
+def look():
+    return [one(path) for path in
+        ('/a/b/c', '/a/b/c/f', '/a/b/one', '/a/b/later', '/a/link', '/a/link/f')]
+
+before = look()
+if os.fork() == 0:
+    exec(sys.argv[1], {})
+    sys.exit()
+os.wait()
+sys.exit(%d if look() == before else %d)
 """
-
-
-def look(box: Box) -> Any:
-    """Return what the protected paths are, to anybody who comes along."""
-    return json.loads(python(box, LOOK))
-
-
-def python(box: Box, text: str) -> str:
-    return box.run(argv=["python3", "-c", text])[1]
+SAME, CHANGED = 10, 11
 
 
 def attempted(box: Box, script: str) -> tuple[str, bool]:
     """Return what an attempt said, and whether it got anywhere."""
-    before = look(box)
-    said = python(box, PRELUDE + script)
-    return said, "SECRET" in said or "RAN" in said or look(box) != before
+    argv = ["python3", "-c", AROUND % (SAME, CHANGED), PRELUDE + script]
+    code, said = box.run(argv=argv)
+    assert code in (SAME, CHANGED), (code, said)
+    return said, code == CHANGED or "SECRET" in said or "RAN" in said
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 What counts is what arrives in the world, read from the wire: a call that reports an error and sends
 its packet all the same has got through. Attempts that end inside the sandbox count by outcome.
-In a guest by ``scripts/vm-test --run``: it takes too long there for every run.
+Only attempts whose tests were selected are made. In a guest by ``scripts/vm-test -m root``: it
+takes too long there for every run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pytest_asyncio
 
 from libdsec import DSecClient, DSecContainerRunArgs
 from tests.security.conftest import LIMITS
-from tests.system.compat.debian import IMAGE, build, lend
+from tests.system.compat.debian import SMALL, build, lend
 from tests.system.daemon import daemon
 from tests.system.network_lab import in_namespace
 from tests.system.world_lab import World, world
@@ -175,16 +176,32 @@ def _destination(frame: bytes) -> tuple[str, int]:
     return target, struct.unpack_from("!H", body, head + 2)[0] if ported else 0
 
 
+def selected(request: pytest.FixtureRequest) -> list[str]:
+    """Return the attempts of this file whose tests are to run."""
+    return [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and item.originalname == "test_attempt"
+    ]
+
+
 async def run(
-    client: DSecClient, internet: World, wire: Wire, policy: dict[str, Any] | None
+    client: DSecClient,
+    internet: World,
+    wire: Wire,
+    policy: dict[str, Any] | None,
+    names: list[str],
 ) -> Ran:
-    args = DSecContainerRunArgs(container_image=IMAGE, network="nat", policy=policy, **LIMITS)
+    args = DSecContainerRunArgs(container_image=SMALL, network="nat", policy=policy, **LIMITS)
     sandbox = await client.run_container(args, timeout=60 * _PATIENCE)
     for name in (*_KITS, *_ATTEMPTS, _SCRIPT):
         await sandbox.files.write(f"/attack/{name}", (_HERE / name).read_text())
     wire.read()
     internet.asked.clear()
-    done = await sandbox.run("python3", f"/attack/{_SCRIPT}", timeout=110 * min(_PATIENCE, 5))
+    command = ["python3", f"/attack/{_SCRIPT}", *names]
+    done = await sandbox.run(*command, timeout=110 * min(_PATIENCE, 5))
     assert done.ok, done.stderr
     await asyncio.sleep(0.3)
     outcomes: dict[str, str] = json.loads(done.stdout)
@@ -194,9 +211,10 @@ async def run(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def both() -> AsyncIterator[tuple[Ran, Ran]]:
+async def both(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Ran, Ran]]:
     """The attempts with the policy and without one."""
-    layer = await build()
+    names = selected(request)
+    layer = await build(SMALL)
     with world() as internet:
         internet.names = {
             "good.example": ["203.0.113.10"], "rebind.example": ["169.254.169.254"],
@@ -209,8 +227,8 @@ async def both() -> AsyncIterator[tuple[Ran, Ran]]:
         async with daemon(base=False, netns=internet.host) as running:
             await lend(layer, running.state)
             async with DSecClient(f"unix:{running.socket}") as client:
-                ruled = await run(client, internet, wire, POLICY)
-                free = await run(client, internet, wire, None)
+                ruled = await run(client, internet, wire, POLICY, names)
+                free = await run(client, internet, wire, None, names)
         wire.socket.close()
         yield ruled, free
 

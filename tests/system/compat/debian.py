@@ -1,8 +1,10 @@
-"""A Debian layer with the software of the compatibility tests, built once and kept.
+"""Debian layers, built once and kept: `IMAGE` with the software of the compatibility tests, `SMALL`
+with Python and little else.
 
-It is built from the host's own mirror by scripts/build-base into a cache (DSEC_TEST_CACHE, default
-/var/cache/dsec-tests) and linked from there into the store of each test's daemon. Run as a program
-this builds it: the guest of scripts/vm-test sees the host's cache and reaches no mirror.
+They are built from the host's own mirror by scripts/build-base into a cache (DSEC_TEST_CACHE,
+default /var/cache/dsec-tests) and linked from there into the store of each test's daemon. Run as a
+program this builds both, so that no test waits for it; with a directory, it is a cache with the
+small one: the disk of the guest of scripts/vm-test starts with that, for it reaches no mirror.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import errno
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,42 +24,58 @@ from dsecd.images.library import Named, open_library
 from dsecd.images.links import keys_of, link_layer
 from dsecd.images.manifest import Manifest
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from libdsec.errors import NotFound
 from tests.system.daemon import daemon
 
-IMAGE = "base/debian-compat:12"
-PACKAGES = (
-    "postgresql", "tmux", "chromium", "nodejs", "npm", "gcc", "make", "libc6-dev",
-    "python3-venv", "python3-pip", "python3-wheel", "dpkg-dev",
-)  # fmt: skip
+IMAGE, SMALL = "base/debian-compat:12", "base/debian:12"
+PACKAGES = {
+    IMAGE: (
+        "postgresql", "tmux", "chromium", "nodejs", "npm", "gcc", "make", "libc6-dev",
+        "python3-venv", "python3-pip", "python3-wheel", "dpkg-dev",
+    ),
+    SMALL: (),
+}  # fmt: skip
 CACHE = Path(os.environ.get("DSEC_TEST_CACHE", "/var/cache/dsec-tests"))
 _REPOSITORY = Path(__file__).parents[3]
 
 
-async def build() -> Named:
-    """Return the layer in the cache, building it when there is none (some minutes)."""
-    command = [str(_REPOSITORY / "scripts/build-base"), IMAGE, "--state", str(CACHE)]
-    command += ["--packages", ",".join(PACKAGES)]
+def _state(name: str, cache: Path = CACHE) -> Path:
+    """Return where a layer is kept. A store writes what layers share once, into the blob of the one
+    that came first: the small one would take the other's 1.5 GB along.
+    """
+    return cache / "small" if name == SMALL else cache
+
+
+async def build(name: str = IMAGE) -> Named:
+    """Return a layer of the cache, building it when it is not there (some minutes)."""
+    state = _state(name)
+    async with open_library(state) as library:
+        with contextlib.suppress(NotFound):
+            return await library.resolve(name)
+    command = [str(_REPOSITORY / "scripts/build-base"), name, "--state", str(state)]
+    command += ["--packages", ",".join(PACKAGES[name])]
     await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
-    async with open_library(CACHE) as library:
-        return await library.resolve(IMAGE)
+    async with open_library(state) as library:
+        return await library.resolve(name)
 
 
 async def lend(layer: Named, state: Path) -> None:
     """Name the layer in the store below `state`, where its files are linked or copied to."""
+    store = _state(layer.name) / "store"
     async with open_library(state) as library:
         try:
-            link_layer(layer.manifest, CACHE / "store", state / "store")
+            link_layer(layer.manifest, store, state / "store")
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            await asyncio.to_thread(_copy, layer.manifest, state / "store")
+            await asyncio.to_thread(_copy, layer.manifest, store, state / "store")
         await library.point(layer.name, layer.digest)
 
 
-def _copy(manifest: Manifest, target: Path) -> None:
+def _copy(manifest: Manifest, source: Path, target: Path) -> None:
     """Copy the layer from the cache, its record last; a store gives a guest too little time."""
     for key in keys_of(manifest):
-        shutil.copyfile(CACHE / "store" / key, target / key)
+        shutil.copyfile(source / key, target / key)
 
 
 @contextlib.asynccontextmanager
@@ -97,5 +116,13 @@ def download(package: str) -> Path | None:
     return found[-1] if found else None
 
 
+async def _main(cache: Path | None = None) -> None:
+    small = await build(SMALL)
+    if cache is None:
+        await build(IMAGE)
+    else:
+        await lend(small, _state(SMALL, cache))
+
+
 if __name__ == "__main__":
-    asyncio.run(build())
+    asyncio.run(_main(*map(Path, sys.argv[1:])))
