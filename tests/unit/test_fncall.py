@@ -9,9 +9,9 @@ import struct
 import msgspec
 import pytest
 
+from dsecd.backends.fncall_stream import Answer, body_of
 from dsecd.engine.fncall_calls import asked_of, check, environment_of, outcome_of, result_of
 from dsecd.engine.fncall_known import KEPT_BYTES, KnownCalls
-from dsecd.engine.fncall_worker import Answer, body_of
 from libdsec.errors import AlreadyExists, InvalidArgument, Unavailable
 from libdsec.model import DSecFnCallArgs, FnCallResult
 

@@ -10,9 +10,10 @@ from typing import Any, cast
 
 import pytest
 
+from dsecd.backends.fncall_stream import Answer, Asked, Lost
 from dsecd.config import FnCall
 from dsecd.engine import fncall
-from dsecd.engine.fncall_worker import Answer, Asked, Environment, Lost
+from dsecd.engine.fncall_worker import Environment
 from dsecd.engine.manager import Manager
 from dsecd.metrics import Registry
 from libdsec.errors import Exhausted, Internal, Unavailable
@@ -43,6 +44,9 @@ class Stand:
         made = cls(environment)
         Stand.made.append(made)
         return made
+
+    def tell(self, on_ready: Callable[[], None], on_lost: Callable[[str], None]) -> None:
+        self.on_ready, self.on_lost = on_ready, on_lost
 
     async def call(self, asked: Asked) -> Answer:
         self.busy = asyncio.Future()

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from dsecd import log
+from dsecd.backends.fncall_stream import Lost
 from dsecd.config import FnCall
 from dsecd.engine.fncall_calls import (
     asked_of,
@@ -31,7 +32,7 @@ from dsecd.engine.fncall_calls import (
     result_of,
 )
 from dsecd.engine.fncall_known import KnownCalls
-from dsecd.engine.fncall_worker import Environment, Lost, Worker
+from dsecd.engine.fncall_worker import Environment, Worker
 from dsecd.engine.manager import Manager
 from dsecd.engine.waiter import completed
 from libdsec.errors import DSecError, Exhausted, Internal, Unavailable
@@ -267,8 +268,10 @@ class Pools:
             raise
         pool.starting -= 1
         pool.live.add(worker)
-        worker.on_ready = lambda: self._give_back(pool, worker)
-        worker.on_lost = lambda why: self._drop(pool, worker, why)
+        worker.tell(
+            on_ready=lambda: self._give_back(pool, worker),
+            on_lost=lambda why: self._drop(pool, worker, why),
+        )
         self._give_back(pool, worker)
 
     def _why(self, error: Exception) -> DSecError:

@@ -7,7 +7,8 @@ import os
 
 import msgspec
 
-from dsecd.engine.fncall_worker import Answer, Asked, Environment, body_of
+from dsecd.backends.fncall_stream import Answer, Asked, body_of
+from dsecd.engine.fncall_worker import Environment
 from libdsec.errors import InvalidArgument
 from libdsec.model import DSecContainerRunArgs, DSecFnCallArgs, FnCallResult
 

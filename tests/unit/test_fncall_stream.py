@@ -1,4 +1,4 @@
-"""The daemon's end of a worker's stream: messages in any pieces, in no other order."""
+"""The daemon's end of the stream to a keeper of calls: messages in any pieces, in no other order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from dsecd.engine.fncall_worker import Answer, Asked, Lost, Worker
+from dsecd.backends.fncall_stream import Answer, Asked, Lost, Stream
 from libdsec.errors import Unsupported
 
 READY = struct.pack("=B3xI", 16, 5)
@@ -39,26 +39,26 @@ class Transport:
 
 
 class Told:
-    """A worker on a stand-in for its stream, and what it tells its pool."""
+    """A stream on a stand-in for its transport, and what it tells."""
 
     def __init__(self) -> None:
         self.transport, self.ready, self.lost = Transport(), 0, list[str]()
-        self.worker = Worker(cast(Any, None), cast(Any, None))
-        self.worker.on_lost = self.lost.append
-        self.worker.on_ready = self._ready
-        self.worker.connection_made(cast(Any, self.transport))
+        self.stream = Stream()
+        self.stream.on_lost = self.lost.append
+        self.stream.on_ready = self._ready
+        self.stream.connection_made(cast(Any, self.transport))
 
     def _ready(self) -> None:
         self.ready += 1
 
     def begin(self) -> asyncio.Task[Answer]:
-        return asyncio.create_task(self.worker.call(ASKED))
+        return asyncio.create_task(self.stream.call(ASKED))
 
 
 async def started() -> Told:
     told = Told()
-    told.worker.data_received(READY)
-    await told.worker._started
+    told.stream.data_received(READY)
+    await told.stream._started
     return told
 
 
@@ -68,7 +68,7 @@ async def test_messages_may_come_in_any_pieces() -> None:
     call = told.begin()
     await asyncio.sleep(0)
     for byte in done(256, files) + READY:
-        told.worker.data_received(bytes([byte]))
+        told.stream.data_received(bytes([byte]))
     answer = await call
     assert (answer.status, answer.truncated, answer.timed_out) == (256, True, False)
     assert (answer.value, answer.stdout, answer.stderr) == (b"v", b"oo", b"eee")
@@ -78,14 +78,14 @@ async def test_messages_may_come_in_any_pieces() -> None:
     assert asked[ASK_SIZE:] == b"a\0b\0body"
 
 
-async def test_a_call_given_up_is_killed_and_the_worker_stays() -> None:
+async def test_a_call_given_up_is_killed_and_the_stream_stays() -> None:
     told = await started()
     call = told.begin()
     await asyncio.sleep(0)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert told.transport.kinds() == [1, 2]
-    told.worker.data_received(done(9) + READY)
+    told.stream.data_received(done(9) + READY)
     assert (told.ready, told.lost) == (1, [])
 
 
@@ -96,13 +96,13 @@ async def test_giving_up_a_call_that_has_ended_kills_no_later_one(cancelled_firs
     await asyncio.sleep(0)
     if cancelled_first:
         call.cancel()
-    told.worker.data_received(done() + READY)
+    told.stream.data_received(done() + READY)
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert told.transport.kinds() == [1]
     again = told.begin()
     await asyncio.sleep(0)
-    told.worker.data_received(done() + READY)
+    told.stream.data_received(done() + READY)
     assert (await again).value == b"v"
     assert (told.ready, told.lost) == (2, [])
 
@@ -116,33 +116,33 @@ async def test_giving_up_a_call_that_has_ended_kills_no_later_one(cancelled_firs
     ids=["ready without an answer", "an answer to nothing", "no such kind", "ready twice",
          "half a file", "a file that was not asked for"],
 )  # fmt: skip
-async def test_what_breaks_the_protocol_loses_the_worker(sent: bytes) -> None:
+async def test_what_breaks_the_protocol_loses_the_stream(sent: bytes) -> None:
     told = await started()
     if sent != done():
         call = told.begin()
         await asyncio.sleep(0)
-    told.worker.data_received(sent)
+    told.stream.data_received(sent)
     assert len(told.lost) == 1
     assert told.transport.closed
     if sent != done():
         await asyncio.gather(call, return_exceptions=True)
     with pytest.raises(Lost):
-        await told.worker.call(ASKED)
+        await told.stream.call(ASKED)
 
 
 async def test_a_failure_at_the_start_is_the_keepers_own() -> None:
     told = Told()
     message = b"the pool's Python ended: no module"
-    told.worker.data_received(struct.pack("=BBBB224s", 1, 5, 0, len(message), message))
+    told.stream.data_received(struct.pack("=BBBB224s", 1, 5, 0, len(message), message))
     with pytest.raises(Unsupported, match="no module"):
-        await told.worker._started
+        await told.stream._started
 
 
 async def test_the_end_of_the_stream_loses_the_call() -> None:
     told = await started()
     call = told.begin()
     await asyncio.sleep(0)
-    told.worker.connection_lost(None)
+    told.stream.connection_lost(None)
     with pytest.raises(Lost, match="ended"):
         await call
     assert len(told.lost) == 1
