@@ -1,4 +1,4 @@
-"""The daemon's end of the stream to a keeper of calls: messages in any pieces, in no other order."""
+"""The daemon's end of the stream to a keeper of calls: messages in any pieces, in one order."""
 
 from __future__ import annotations
 
