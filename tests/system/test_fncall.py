@@ -28,7 +28,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from tests.system import fncall_traces
-from tests.system.compat.debian import IMAGE, build, lend
+from tests.system.compat.debian import SMALL, build, lend
 from tests.system.daemon import Daemon, daemon, until
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio]
@@ -37,7 +37,7 @@ ROUNDS = 2000
 
 @pytest_asyncio.fixture
 async def running() -> AsyncIterator[Daemon]:
-    layer = await build()
+    layer = await build(SMALL)
     async with daemon(base=False, fncall={"workers": 4, "workers_each": 2}) as made:
         await lend(layer, made.state)
         yield made
@@ -50,7 +50,7 @@ async def client(running: Daemon) -> AsyncIterator[DSecClient]:
 
 
 def call(code: str, **more: object) -> DSecFnCallArgs:
-    return DSecFnCallArgs(container_image=IMAGE, code=code, **more)  # type: ignore[arg-type]
+    return DSecFnCallArgs(container_image=SMALL, code=code, **more)  # type: ignore[arg-type]
 
 
 async def test_value_output_and_files(client: DSecClient) -> None:
@@ -140,11 +140,11 @@ async def test_memory_limit_is_reported_and_the_pool_goes_on(client: DSecClient)
 
 
 async def test_a_program_and_a_module_function(client: DSecClient) -> None:
-    args = DSecFnCallArgs(container_image=IMAGE, argv=["sh", "-c", "cat; id -u"], input={"a": 1})
+    args = DSecFnCallArgs(container_image=SMALL, argv=["sh", "-c", "cat; id -u"], input={"a": 1})
     done = await client.run_fncall(args)
     assert (done.exit_code, done.stdout) == (0, b'{"a":1}65534\n')
     named = DSecFnCallArgs(
-        container_image=IMAGE, entry="statistics:mean", imports=["statistics"], input=[1, 2, 6]
+        container_image=SMALL, entry="statistics:mean", imports=["statistics"], input=[1, 2, 6]
     )
     assert (await client.run_fncall(named)).value == 3
 
@@ -157,7 +157,7 @@ async def test_map_keeps_the_order_and_bounds_what_is_open(client: DSecClient) -
 
 async def test_what_cannot_be_is_said(client: DSecClient) -> None:
     with pytest.raises(InvalidArgument, match="exactly one"):
-        await client.run_fncall(DSecFnCallArgs(container_image=IMAGE))
+        await client.run_fncall(DSecFnCallArgs(container_image=SMALL))
     with pytest.raises(InvalidArgument, match="relative path"):
         await client.run_fncall(call("def main(): pass", files={"../x": b""}))
     with pytest.raises(Unsupported, match="no_such_module"):
@@ -171,7 +171,7 @@ async def test_imports_that_forks_would_share_are_refused(client: DSecClient) ->
         "threaded": "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
     }
-    sandbox = await client.run_container(DSecContainerRunArgs(container_image=IMAGE))
+    sandbox = await client.run_container(DSecContainerRunArgs(container_image=SMALL))
     for name, text in modules.items():
         await sandbox.files.write(f"/usr/lib/python3/dist-packages/{name}.py", text)
     await sandbox.pack_diff("snapshot/modules")
@@ -238,7 +238,7 @@ async def test_no_client_reaches_a_worker(client: DSecClient, running: Daemon) -
 
 async def test_no_client_starts_a_keeper_in_its_own_sandbox(client: DSecClient) -> None:
     """Its channel would be a descriptor, which no client can send."""
-    async with await client.run_container(DSecContainerRunArgs(container_image=IMAGE)) as sandbox:
+    async with await client.run_container(DSecContainerRunArgs(container_image=SMALL)) as sandbox:
         with pytest.raises(InvalidArgument, match="one descriptor"):
             await client._link.call("fncall.serve", {"argv": [b"id"]}, dict, target=sandbox.id)
 
