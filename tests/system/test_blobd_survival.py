@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -206,6 +208,25 @@ async def test_killed_while_dsecd_is_away_it_serves_again(service: Service) -> N
     assert state.pinned
     assert state.whole
     service.blobd._process = process  # for the clean-up to reap it
+
+
+async def test_a_keeper_may_die_while_dsecd_reconnects(service: Service) -> None:
+    """Nobody is left then who would start another: waiting for an answer is in vain."""
+    service.require("take_over")
+    blob = await service.blob(4)
+    pid, process = await worker(service), service.blobd._process
+    assert process is not None
+    await service.blobd.detach()
+    service.blobd = service.client()
+    await until(service.blobd.adopt)
+    os.kill(service.blobd.hello.keeper, signal.SIGSTOP)
+    kill(pid)
+    await until(lambda: service.blobd.restarts)
+    await asyncio.sleep(0.1)
+    kill(service.blobd.hello.keeper)
+    await until(lambda: service.blobd.hello.pid != pid, patience_s=5.0)
+    assert await service.read(blob, 1) == service.expect(blob, 1)
+    await in_thread(process.wait)
 
 
 async def test_without_a_running_one_there_is_nothing_to_adopt(service: Service) -> None:

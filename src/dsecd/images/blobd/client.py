@@ -227,7 +227,8 @@ class Blobd:
                         f"dsec-blobd does not start (status {self._process.returncode}); its log "
                         "lines above say why"
                     ) from error
-                if asyncio.get_running_loop().time() >= deadline:
+                late = asyncio.get_running_loop().time() >= deadline
+                if late or self._keeper_is_dead():  # nobody is left who would start a worker
                     raise Unavailable("dsec-blobd does not answer") from error
                 await asyncio.sleep(_RETRY_S)
         self._channel = channel
