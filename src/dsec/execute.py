@@ -15,6 +15,7 @@ from libdsec import (
     CommandResult,
     DSecClient,
     DSecError,
+    FnCallResult,
     NotFound,
     Sandbox,
 )
@@ -32,7 +33,7 @@ def command_words(
     return words[1:] if words[:1] == ("--",) else words
 
 
-def exit_code(result: CommandResult) -> int:
+def exit_code(result: CommandResult | FnCallResult) -> int:
     """Return what a shell would: the exit code, 128 + signal, 124 for a timeout."""
     if result.timed_out:
         return TIMED_OUT

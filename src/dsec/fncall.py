@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from dsec import completion, output, terminal
+from dsec import completion, execute, output, terminal
 from dsec.session import Settings, connected, json_option
 from libdsec import DSecClient, DSecFnCallArgs, FnCallResult
 
@@ -59,7 +59,7 @@ async def run(
     )  # fmt: skip
     result = await client.run_fncall(args)
     _show(settings, result)
-    return _exit_code(result)
+    return execute.exit_code(result)
 
 
 def _value(text: str | None) -> Any:
@@ -91,9 +91,3 @@ def _show(settings: Settings, result: FnCallResult) -> None:
         click.echo("killed: out of memory", err=True)
     elif result.timed_out:
         click.echo("killed: its time was over", err=True)
-
-
-def _exit_code(result: FnCallResult) -> int:
-    if result.timed_out:
-        return 124
-    return result.exit_code if result.exit_code is not None else 128 + (result.signal or 0)

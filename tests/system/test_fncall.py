@@ -30,6 +30,7 @@ from libdsec.errors import (
 from tests.system import fncall_traces
 from tests.system.compat.debian import SMALL, build, lend
 from tests.system.daemon import Daemon, daemon, until
+from tests.system.test_user_cli import Shell
 
 pytestmark = [pytest.mark.root, pytest.mark.asyncio]
 ROUNDS = 2000
@@ -91,6 +92,25 @@ async def test_how_a_call_ends(client: DSecClient) -> None:
     assert len(full.stdout) == 1024
     loop = await client.run_fncall(call("def main():\n  while True: pass", cpu_limit_s=1))
     assert loop.signal in (9, 24)
+
+
+async def test_the_command_prints_the_value_and_ends_as_the_call(
+    running: Daemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "judge.py"
+    file.write_text(
+        "import sys\n"
+        "def main(x):\n    print('said')\n    return {'sum': sum(x)}\n"
+        "def leave(): sys.exit(7)\n"
+        "def loop():\n    while True: pass\n"
+    )
+    dsec, words = Shell(running), ("fncall", "run", SMALL, str(file))
+    assert await dsec(*words, "--input", "[1, 2]") == 'said\n{"sum": 3}\n'
+    shown = await dsec.json(*words, "--input", "[3]", "--import", "json")
+    assert (shown["value"], shown["stdout"], shown["exit_code"]) == ({"sum": 3}, "said\n", 0)
+    await dsec(*words, "--entry", "leave", code=7)
+    await dsec(*words, "--entry", "loop", "--timeout", "0.5", code=124)
+    await dsec(*words, "--input", "[1", code=2)
 
 
 async def test_code_is_a_module_and_its_value_is_json(client: DSecClient) -> None:
