@@ -59,7 +59,7 @@ async def resume(manager: Manager, name: str) -> Sandbox:
         waking = wake(manager, sandbox)
         await completed(waking)
         waking.result()
-        _alive(sandbox)
+        sandbox.require_alive()
     finally:
         manager.leave(sandbox)
     return sandbox
@@ -130,7 +130,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
         except BaseException:
             sandbox.paused_by = ""
             raise
-        _alive(sandbox)
+        sandbox.require_alive()
         sandbox.move("pause")
     manager.registry.pauses.add(by)
     manager.events.emit(sandbox.id, "paused", by=by)
