@@ -42,6 +42,7 @@ from typing import Protocol
 import msgspec
 
 from dsecd.backends.spec import Spec
+from dsecd.images.local import Located
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
@@ -195,6 +196,18 @@ class Layers(Protocol):
 
     async def stats(self) -> Mapping[str, float]:
         """What serves layers of a remote store has counted; {} when nothing serves any."""
+
+
+class Environments(Protocol):
+    """Layers of environments on this host, for a backend that makes something else of them."""
+
+    def recall(self, spec: Spec) -> Located | None:
+        """Return what `locate` found a moment ago."""
+
+    async def locate(self, spec: Spec) -> Located:
+        """Bring the layers of `spec` to this host. Raises as `Backend.locate` does."""
+
+    async def pull(self, spec: Spec, report: Report) -> None: ...
 
 
 class Backend(Protocol):

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from dsecd.backends.abc import Receiver
+from dsecd.backends.abc import Call, Channel, Receiver
 from libdsec.errors import Unavailable, from_wire, to_wire
 from libdsec.wire import (
     INITIAL_CREDIT,
@@ -70,7 +70,7 @@ class _Awaited:
 
     def __init__(self, on_item: Callable[[msgspec.Raw], None] | None, credit: int) -> None:
         self.result: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self.call: AgentCall | None = None
+        self.call: Call | None = None
         self._on_item, self._credit, self._owed = on_item, credit, 0
 
     def on_item(self, data: msgspec.Raw) -> None:
@@ -114,6 +114,15 @@ class AgentChannel(asyncio.Protocol):
         _, channel = await loop.create_unix_connection(lambda: cls(on_closed), path)
         return channel
 
+    @classmethod
+    async def adopt(
+        cls, stream: socket.socket, on_closed: Callable[[], None] | None = None
+    ) -> AgentChannel:
+        """Return a channel over a connected unix socket, which is the channel's from now on."""
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(on_closed), sock=stream)
+        return channel
+
     # --- calls ----------------------------------------------------------------------------------
 
     def open(self, op: str, args: msgspec.Raw, receiver: Receiver) -> AgentCall:
@@ -134,20 +143,8 @@ class AgentChannel(asyncio.Protocol):
         on_item: Callable[[msgspec.Raw], None] | None = None,
         initial_credit: int = INITIAL_CREDIT,
     ) -> msgspec.Raw:
-        """Make a call and return its result. Raises the `DSecError` it failed with.
-
-        Items go to `on_item` as they come; more are asked for by themselves. `initial_credit`
-        above the protocol's 16 is granted at once. A cancelled task cancels the call.
-        """
-        awaited = _Awaited(on_item, initial_credit)
-        call = awaited.call = self.open(op, args, awaited)
-        if initial_credit > INITIAL_CREDIT:
-            call.grant(initial_credit - INITIAL_CREDIT)
-        try:
-            return await awaited.result
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+        """See the function of this name."""
+        return await call(self, op, args, on_item, initial_credit)
 
     def _send(self, call_id: int, frame: Frame) -> None:
         if self._transport is not None and call_id in self._calls:
@@ -230,6 +227,29 @@ class AgentChannel(asyncio.Protocol):
         on_closed, self._on_closed = self._on_closed, None
         if on_closed is not None:
             on_closed()
+
+
+async def call(
+    channel: Channel,
+    op: str,
+    args: msgspec.Raw,
+    on_item: Callable[[msgspec.Raw], None] | None = None,
+    initial_credit: int = INITIAL_CREDIT,
+) -> msgspec.Raw:
+    """Make a call and return its result. Raises the `DSecError` it failed with.
+
+    Items go to `on_item` as they come; more are asked for by themselves. `initial_credit`
+    above the protocol's 16 is granted at once. A cancelled task cancels the call.
+    """
+    awaited = _Awaited(on_item, initial_credit)
+    opened = awaited.call = channel.open(op, args, awaited)
+    if initial_credit > INITIAL_CREDIT:
+        opened.grant(initial_credit - INITIAL_CREDIT)
+    try:
+        return await awaited.result
+    except asyncio.CancelledError:
+        opened.cancel()
+        raise
 
 
 async def swap_root(path: str, mount_ns: int, upper: int) -> None:

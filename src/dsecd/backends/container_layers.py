@@ -19,14 +19,14 @@ from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import preaccess, probe
 from dsecd.host.layers import LayerMounts, fit_for_images
-from dsecd.images import collapse, importing, manifest, names
+from dsecd.images import collapse, importing, names
 from dsecd.images.blobd.client import Blobd
 from dsecd.images.blobd.model import Settings
 from dsecd.images.collect import GRACE_S, WAIT_S, collect
 from dsecd.images.environment import Environment, compose
 from dsecd.images.hostlease import HostLease
 from dsecd.images.library import Library, Named, open_library
-from dsecd.images.local import Cached, Direct, Local, Provider, is_local
+from dsecd.images.local import Cached, Direct, Local, Located, Provider, is_local
 from dsecd.images.pulls import Pulls
 from dsecd.images.tool import Report, unreported
 from libdsec.errors import AlreadyExists, DSecError, NotFound, Unsupported
@@ -35,13 +35,6 @@ from libdsec.model import Collected, ImageConfig, LayerCollapse, LayerImport, La
 logger = logging.getLogger("dsecd.layers")
 LOCATED_S = 1.0  # a name that moved is seen after so long
 Key = tuple[str, ...]
-
-
-class Located(msgspec.Struct, frozen=True):
-    """An environment whose layers are at hand, bottom first."""
-
-    config: manifest.Config
-    layers: tuple[Local, ...]
 
 
 class ContainerLayers:

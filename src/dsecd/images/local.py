@@ -21,7 +21,7 @@ from dsecd.images.blobd.client import Blobd
 from dsecd.images.blobd.model import Trace
 from dsecd.images.chunks import index_most
 from dsecd.images.copies import Copies
-from dsecd.images.manifest import BlobRef, Manifest
+from dsecd.images.manifest import BlobRef, Config, Manifest
 from dsecd.images.stores.abc import Store
 from dsecd.images.stores.verify import fetch_verified, holds
 from libdsec.errors import DSecError, Exhausted, Internal, NotFound, Unsupported, WrongState
@@ -41,6 +41,13 @@ class Local(msgspec.Struct, frozen=True):
     image: str
     devices: tuple[str, ...] = ()
     served: bool = False  # the devices are files of dsec-blobd
+
+
+class Located(msgspec.Struct, frozen=True):
+    """An environment whose layers are at hand, bottom first."""
+
+    config: Config
+    layers: tuple[Local, ...]
 
 
 class Provider(Protocol):

@@ -1,0 +1,349 @@
+"""Sandboxes as microVMs: a guest kernel each, its monitor jailed in a container.
+
+The jail is a sandbox of the host's own backend, under the same id. From it come uid range,
+namespaces, cgroup, limits, a disk with a quota, pausing, and life beyond that of the daemon; its
+one command is the monitor. What the guest needs beside it has as disks: the layers as flat files
+(`images.flat_cache`), which all guests of a host share, and an upper of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from dsecd.backends import abc
+from dsecd.backends.abc import Backend, Capabilities, Environments, Handle, Instance
+from dsecd.backends.abc import Layers, Listener, Save, Usage
+from dsecd.backends.microvm_host import MicroVMHost
+from dsecd.backends.microvm_machine import GuestMachine
+from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, jail_spec, vm_plan
+from dsecd.backends.spec import Spec
+from dsecd.host import vm_disks
+from dsecd.host.vm_plan import VmPlan
+from dsecd.images.flat_cache import FlatLayer
+from dsecd.images.manifest import Config as Defaults
+from dsecd.images.tool import Report, unreported
+from dsecd.model import Death
+from dsecd.policy.rules import NetPolicy
+from libdsec import model
+from libdsec.errors import DSecError, Unavailable, Unsupported
+from libdsec.model import Feature, PackArgs, Packed
+
+logger = logging.getLogger("dsecd.microvm")
+
+
+class Held(msgspec.Struct, kw_only=True):
+    """The journalled part of a microVM."""
+
+    jail: Handle
+    layers: tuple[str, ...]  # digests, bottom first
+    plan: VmPlan
+    paused: bool = False
+
+
+class Holding:
+    """All that one microVM holds."""
+
+    def __init__(self, held: Held, defaults: Defaults) -> None:
+        self.held, self.defaults = held, defaults
+        self.counted = held.layers  # layers that have us as a user
+        self.machine: GuestMachine | None = None
+
+    def handle(self) -> Handle:
+        return Handle(
+            sandbox=self.held.jail.sandbox,
+            backend=MicroVMBackend.name,
+            resources=msgspec.msgpack.encode(self.held),
+        )
+
+
+class MicroVMBackend:
+    """See the module's docstring, and `abc.Backend` for the contract."""
+
+    name = "microvm"
+
+    def __init__(self, host: MicroVMHost, jail: Backend, environments: Environments) -> None:
+        self._host, self._jail, self._environments = host, jail, environments
+        self.capabilities = Capabilities()
+        self._holdings: dict[str, Holding] = {}
+        self._listener: Listener | None = None
+
+    async def start(self, listener: Listener) -> None:
+        self._listener = listener
+        await self._host.start()
+        able = self._jail.capabilities
+        self.capabilities = Capabilities(
+            vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, shell=True,
+            trim=able.trim, pause=able.pause,
+            # to the guest's agent, and to the monitor
+            files_each=able.files_each + 2,
+            mechanisms=("netns",),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        for holding in self._holdings.values():
+            await _let_go(holding)
+        self._holdings.clear()
+        await self._host.close()
+
+    # --- create ---------------------------------------------------------------------------------
+
+    def located(self, spec: Spec) -> bool:
+        return self._recall(spec) is not None
+
+    def _recall(self, spec: Spec) -> tuple[Defaults, tuple[str, ...], tuple[FlatLayer, ...]] | None:
+        """Return defaults, digests and files of an environment whose every part is at hand."""
+        found = self._environments.recall(spec)
+        if found is None or not self._host.jail_image:
+            return None
+        if not self._jail.located(jail_spec(spec, self._host.jail_image)):
+            return None
+        digests = tuple(layer.digest for layer in found.layers)
+        files = tuple(filter(None, map(self._host.flats.find, digests)))
+        return (found.config, digests, files) if len(files) == len(digests) else None
+
+    async def pull(self, spec: Spec, report: Report = unreported) -> None:
+        await self._environments.pull(spec, report)
+
+    async def locate(self, spec: Spec) -> None:
+        with contextlib.ExitStack() as undo:
+            await self._locate(spec, undo)
+
+    async def _locate(self, spec: Spec, undo: contextlib.ExitStack) -> None:
+        flats, loop = self._host.flats, asyncio.get_running_loop()
+        image = await self._host.provide_jail_image(self._jail.layers())
+        found = await self._environments.locate(spec)
+        for layer in found.layers:
+            await flats.provide(layer)
+            # not before `prepare`, which follows in the same turn, has counted its sandbox
+            undo.callback(loop.call_soon, flats.release, layer.digest)
+        # again, for files may have taken longer to make than this is remembered
+        await self._environments.locate(spec)
+        await self._jail.locate(jail_spec(spec, image))
+
+    def prepare(self, sandbox: str, spec: Spec) -> Handle:
+        found = self._recall(spec)
+        if found is None:
+            raise Unavailable("the layers were not located; try again")
+        defaults, digests, files = found
+        plan = self._host.checked(
+            vm_plan(spec, files, command_line=self._host.command_line, accel=self._host.accel)
+        )
+        for digest in digests:
+            self._host.flats.acquire(digest)
+        try:
+            jail = self._jail.prepare(sandbox, self._jail_spec(spec, files))
+        except BaseException:
+            for digest in digests:
+                self._host.flats.release(digest)
+            raise
+        held = Held(jail=jail, layers=digests, plan=plan)
+        holding = self._holdings[sandbox] = Holding(held, defaults)
+        return holding.handle()
+
+    def _jail_spec(self, spec: Spec, files: tuple[FlatLayer, ...]) -> Spec:
+        host = self._host
+        return jail_spec(spec, host.jail_image, binds(str(host.kernel), str(host.initrd), files))
+
+    def release(self, handle: Handle) -> None:
+        holding = self._holdings.pop(handle.sandbox, None)
+        if holding is not None:
+            self._jail.release(holding.held.jail)
+            self._uncount(holding)
+
+    async def create(self, handle: Handle, spec: Spec) -> Instance:
+        holding, host = self._holdings[handle.sandbox], self._host
+        assert spec.vm is not None
+        plan = holding.held.plan
+        files = tuple(filter(None, map(host.flats.find, holding.held.layers)))
+        jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, files))
+        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
+        root = vm_disks.root_of(jail.pid)
+        blank = await asyncio.to_thread(host.blank, spec.disk_bytes)
+        await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
+        if spec.vm.data_disk_bytes:
+            await asyncio.to_thread(vm_disks.place_empty, root, DATA, spec.vm.data_disk_bytes)
+        launch = host.vmm.compile(plan)
+        holding.machine = self._machine(holding, jail, root)
+        await holding.machine.start(
+            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices)
+        )
+        return self._instance(holding, jail)
+
+    def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
+        sandbox = jail.handle.sandbox
+
+        def died(death: Death) -> None:
+            if self._listener is not None and self._holdings.get(sandbox) is holding:
+                self._listener.died(sandbox, death)
+
+        def killed(kills: int) -> None:
+            if self._listener is not None:
+                self._listener.oom(sandbox, kills)
+
+        plan = holding.held.plan
+        return GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+
+    def _instance(self, holding: Holding, jail: Instance) -> Instance:
+        assert holding.machine is not None
+        assert holding.machine.channel is not None
+        return Instance(
+            handle=holding.handle(),
+            channel=holding.machine.channel,
+            pid=jail.pid,
+            notes=self._host.notes,
+            steps_us=jail.steps_us,
+            paused=holding.held.paused,
+        )
+
+    # --- destroy --------------------------------------------------------------------------------
+
+    async def destroy(self, handle: Handle) -> None:
+        holding = self._holdings.get(handle.sandbox)
+        if holding is None:  # this daemon did not make it, and it counts as no layer's user
+            holding = Holding(_decode(handle), Defaults())
+            holding.counted = ()
+        self._holdings.pop(handle.sandbox, None)  # what ends now is not reported as a death
+        try:
+            await _let_go(holding)
+            await self._jail.destroy(holding.held.jail)
+        except BaseException:
+            self._holdings[handle.sandbox] = holding  # tried again with what is left
+            raise
+        self._uncount(holding)
+
+    def _uncount(self, holding: Holding) -> None:
+        for digest in holding.counted:
+            self._host.flats.release(digest)
+        holding.counted = ()
+
+    # --- after a restart ------------------------------------------------------------------------
+
+    async def recover(self, handle: Handle) -> Instance | None:
+        holding = Holding(_decode(handle), Defaults())
+        jail = await self._jail.recover(holding.held.jail)
+        if jail is None:
+            return None
+        for digest in holding.counted:
+            self._host.flats.acquire(digest)
+        self._holdings[handle.sandbox] = holding
+        holding.held = msgspec.structs.replace(
+            holding.held, jail=jail.handle, paused=holding.held.paused and jail.paused
+        )
+        machine = self._machine(holding, jail, vm_disks.root_of(jail.pid))
+        holding.machine = machine
+        try:
+            await machine.adopt(paused=holding.held.paused)
+        except DSecError as error:
+            logger.error("%s is given up: %s", handle.sandbox, error.message)
+            return None
+        return self._instance(holding, jail)
+
+    async def sweep(self, known: Collection[str]) -> Iterable[str]:
+        """Jails are swept by the backend that makes them; layers' files count their users."""
+        await self._host.flats.trim()
+        return ()
+
+    # --- asked from outside ---------------------------------------------------------------------
+
+    async def usage(self, handle: Handle) -> Usage:
+        holding = self._holdings[handle.sandbox]
+        usage = await self._jail.usage(holding.held.jail)
+        return msgspec.structs.replace(usage, oom_kills=self.oom_kills(handle))
+
+    def warmth(self, handle: Handle) -> abc.Warmth:
+        return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
+
+    async def trim(self, handle: Handle, want_bytes: int) -> int:
+        return await self._jail.trim(self._holdings[handle.sandbox].held.jail, want_bytes)
+
+    async def pause(self, handle: Handle, save: Save) -> None:
+        holding = self._holdings[handle.sandbox]
+        assert holding.machine is not None
+        await holding.machine.stop()
+        try:
+            await self._jail.pause(
+                holding.held.jail, functools.partial(_save, holding, save, True)
+            )
+        except BaseException:
+            holding.held = msgspec.structs.replace(holding.held, paused=False)
+            await holding.machine.go_on()
+            raise
+
+    async def resume(self, handle: Handle, save: Save) -> None:
+        holding = self._holdings[handle.sandbox]
+        assert holding.machine is not None
+        await self._jail.resume(holding.held.jail, functools.partial(_save, holding, save, False))
+        await holding.machine.go_on()
+
+    async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
+        """Of the whole jail: the guest's CPUs are threads in it."""
+        jail = self._holdings[handle.sandbox].held.jail
+        return await self._jail.set_cpu_class(jail, cpu_class)
+
+    def oom_kills(self, handle: Handle) -> int:
+        """Count those of the guest's kernel; a monitor that is killed takes the sandbox along."""
+        holding = self._holdings.get(handle.sandbox)
+        return holding.machine.oom_kills if holding and holding.machine else 0
+
+    def disk_full(self, handle: Handle) -> bool:
+        return False  # the agent sees its whole disk
+
+    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
+        raise _lacking("streams of their own")
+
+    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
+        raise _lacking("networks")
+
+    async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
+        raise _lacking("saved changes")
+
+    async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
+        raise _lacking("grading")
+
+    async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
+        raise _lacking("checkpoints")
+
+    async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> model.Checkpoint:
+        raise _lacking("checkpoints")
+
+    async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
+        raise _lacking("checkpoints")
+
+    def checkpoints(self, handle: Handle) -> list[model.Checkpoint]:
+        return []
+
+    def pools(self) -> Mapping[str, float]:
+        return {}
+
+    def features(self) -> list[Feature]:
+        return self._jail.features()
+
+    def layers(self) -> Layers:
+        return self._jail.layers()
+
+
+def _lacking(what: str) -> Unsupported:
+    return Unsupported(f"microVMs have no {what} yet; use a container", reason="backend")
+
+
+async def _let_go(holding: Holding) -> None:
+    machine, holding.machine = holding.machine, None
+    if machine is not None:
+        await machine.close()
+
+
+async def _save(holding: Holding, save: Save, paused: bool, jail: Handle) -> None:
+    holding.held = msgspec.structs.replace(holding.held, jail=jail, paused=paused)
+    await save(holding.handle())
+
+
+def _decode(handle: Handle) -> Held:
+    return msgspec.msgpack.decode(handle.resources, type=Held)

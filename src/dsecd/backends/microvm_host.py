@@ -1,0 +1,116 @@
+"""The shared means of all microVMs of this host: monitor, guest kernel, layers' files, blank disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from dsecd.backends.abc import Layers
+from dsecd.config import Config
+from dsecd.host import ext4, kvm, shell, vmm_tree
+from dsecd.host.qemu import Qemu
+from dsecd.host.vm_plan import Accel, Vmm, VmPlan, check
+from dsecd.images.flat_cache import FlatLayers
+from dsecd.images.guest import COMMAND_LINE
+from dsecd.images.initramfs import initramfs
+from libdsec.errors import AlreadyExists, NotFound, Unsupported
+from libdsec.model import LayerImport
+
+logger = logging.getLogger("dsecd.microvm")
+MIB = 1 << 20
+
+
+class MicroVMHost:
+    """Made from the configuration; usable after `start`."""
+
+    command_line = COMMAND_LINE
+
+    def __init__(self, config: Config, init: Path) -> None:
+        """`init`: the static dsec-init."""
+        self._config, self._init = config, init
+        self._state = config.state / "vm"
+        self.vmm: Vmm = Qemu(config.vm.qemu)
+        self.kernel = config.guest_kernel
+        self.initrd = self._state / "initrd"
+        self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
+        self.accel: Accel = "tcg"
+        self.notes: tuple[str, ...] = ()
+        self.jail_image = ""  # the name of the layer with the monitor, once it is there
+        self._importing = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Raises `Unsupported` with what is missing."""
+        if not self.kernel.is_file():
+            raise Unsupported(
+                f"no guest kernel at {self.kernel}: scripts/build-guest makes one", reason="kernel"
+            )
+        self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._choose_accel()
+        await asyncio.to_thread(self._write_initrd)
+        self.flats.start()
+
+    def _choose_accel(self) -> None:
+        wanted, usable = self._config.vm.accel, kvm.feature()
+        if wanted == "kvm" and not usable.available:
+            raise Unsupported(f'vm.accel is "kvm", but {usable.reason}', reason=usable.reason)
+        self.accel = "kvm" if usable.available and wanted != "tcg" else "tcg"
+        if self.accel == "tcg":
+            self.notes = ("the guest's CPU is emulated (TCG): many times slower than the host's",)
+
+    def _write_initrd(self) -> None:
+        fd = shell.open_shell(self._config.paths.shell or shell.DEFAULT)
+        try:
+            with open(fd, "rb", closefd=False) as static:
+                content = initramfs(self._init.read_bytes(), static.read())
+        finally:
+            os.close(fd)
+        # by content: guests that an earlier version started go on with theirs
+        name = f"initrd-{hashlib.sha256(content).hexdigest()[:16]}"
+        self.initrd = self._state / name
+        if not self.initrd.exists():
+            with tempfile.NamedTemporaryFile(dir=self._state, prefix=".", delete=False) as file:
+                file.write(content)
+                Path(file.name).chmod(0o444)
+                Path(file.name).rename(self.initrd)
+
+    def blank(self, size: int) -> Path:
+        """Return an empty disk of `size` bytes, to be copied. Raises what `blank_ext4` does."""
+        return ext4.blank_ext4(self._state / "disks", size)
+
+    def checked(self, plan: VmPlan) -> VmPlan:
+        """Return `plan` when a machine can be made of it. Raises `InvalidArgument`, `Unsupported`."""
+        check(plan)
+        self.vmm.compile(plan)
+        return plan
+
+    async def provide_jail_image(self, layers: Layers) -> str:
+        """Return the name of the layer that the monitor's jail has, made when it is not there."""
+        async with self._importing:
+            if self.jail_image:
+                return self.jail_image
+            tree = await asyncio.to_thread(vmm_tree.survey, self._config.vm.qemu)
+            try:
+                await layers.get(tree.name)
+            except NotFound:
+                await self._import(layers, tree)
+            self.jail_image = tree.name
+            return tree.name
+
+    async def _import(self, layers: Layers, tree: vmm_tree.Tree) -> None:
+        place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="jail-", dir=self._state))
+        try:
+            await asyncio.to_thread(tree.assemble, place)
+            with contextlib.suppress(AlreadyExists):  # another host of the store was quicker
+                await layers.import_(LayerImport(name=tree.name, source=str(place)))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        logger.info("made the jail of virtual machines: %s", tree.name)
+
+    async def close(self) -> None:
+        await self.flats.close()

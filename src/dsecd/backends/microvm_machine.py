@@ -1,0 +1,256 @@
+"""One microVM: its monitor in the jail, its agent in the guest, and why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from dsecd.backends.abc import Channel
+from dsecd.backends.agent import AgentChannel, call
+from dsecd.backends.microvm_plan import VMM, VMM_USER, Begin, clock
+from dsecd.host.vm_plan import Machine, VmEvent, Vmm, VmPlan
+from dsecd.model import Death
+from libdsec.errors import DSecError, Internal, Timeout, Unavailable
+from libdsec.model import AttachArgs, CommandResult, ExecArgs, Output
+from libdsec.wire import pack
+
+logger = logging.getLogger("dsecd.microvm")
+BOOT_S = 120.0  # an emulated guest on a busy host; a quick one has booted in two
+ANSWER_S = 10.0  # of an agent that runs, to the first frame of a connection
+AGAIN_S = 0.2  # long enough for the guest to see that the host went away
+PING_S, SILENT_S = 20.0, 60.0
+EXPLAIN_S = 2.0  # for the monitor to say why, after the agent is gone
+HALTED = "reboot: System halted"
+TOLD = 4000  # characters of a monitor's last words
+
+OnDeath = Callable[[Death], None]
+OnKills = Callable[[int], None]
+
+
+class _Watch(msgspec.Struct):
+    """An item of `vm.watch`."""
+
+    oom_kills: int
+
+
+class GuestMachine:
+    """Made for one sandbox by its backend; `on_death` is called once, when it ended by itself."""
+
+    def __init__(
+        self, sandbox: str, vmm: Vmm, plan: VmPlan, jail: Channel, root: Path,
+        on_death: OnDeath, on_kills: OnKills,
+    ) -> None:  # fmt: skip
+        self._sandbox, self._vmm, self._plan, self._jail, self._root = (
+            sandbox, vmm, plan, jail, root,
+        )  # fmt: skip
+        self._on_death: OnDeath | None = on_death
+        self._on_kills = on_kills
+        self._machine: Machine | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self.channel: AgentChannel | None = None
+        self.oom_kills = 0
+        self.paused = False
+
+    # --- start ----------------------------------------------------------------------------------
+
+    async def start(self, argv: tuple[str, ...], begin: Begin) -> None:
+        """Start the monitor and boot the guest. Raises `Internal`, `Timeout`, `Unavailable`."""
+        wanted = ExecArgs(
+            cid=VMM, argv=[word.encode() for word in argv], user=VMM_USER, background=True
+        )
+        await call(self._jail, "exec.start", pack(wanted))
+        try:
+            async with asyncio.timeout(BOOT_S):
+                await self._connect(BOOT_S)
+                assert self.channel is not None
+                await call(self.channel, "vm.begin", pack(begin))
+        except TimeoutError as error:
+            raise Timeout(
+                f"the guest of {self._sandbox} did not start in {BOOT_S:.0f} s: "
+                + (await self._last_words() or "nothing on its console")
+            ) from error
+        except DSecError as error:
+            raise Internal(
+                f"the guest of {self._sandbox} did not start: {error.message}; "
+                + (await self._last_words() or "nothing on its console")
+            ) from error
+        self._begin_to_follow()
+
+    async def adopt(self, *, paused: bool) -> None:
+        """Take up a machine that an earlier daemon started. Raises `Unavailable`, `Timeout`.
+
+        One that is paused cannot answer: it is asked when it goes on.
+        """
+        self.paused = paused
+        if paused:
+            stream = await self._vmm.open_agent(self._root, self._plan)
+            self.channel = await AgentChannel.adopt(stream, self._lost)
+            return
+        try:
+            async with asyncio.timeout(SILENT_S):
+                await self._connect(ANSWER_S)
+        except TimeoutError as error:
+            raise Timeout("its agent does not answer") from error
+        self._begin_to_follow()
+
+    async def _connect(self, answer_s: float) -> None:
+        self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
+        await self._machine.boot(self._plan)
+        while True:
+            try:
+                self.channel = await self._open_agent(answer_s)
+                return
+            except (TimeoutError, Unavailable) as error:
+                # bytes of an earlier connection may have been under way
+                if await self._machine.status() != "running":
+                    raise Unavailable(f"no agent answers: {error}") from error
+                await asyncio.sleep(AGAIN_S)
+
+    async def _open_agent(self, answer_s: float) -> AgentChannel:
+        """Return a channel whose other end is at the beginning, too."""
+        stream = await self._vmm.open_agent(self._root, self._plan)
+        channel = await AgentChannel.adopt(stream, self._lost)
+        try:
+            async with asyncio.timeout(answer_s):
+                await call(channel, "sys.ping", pack({}))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _begin_to_follow(self) -> None:
+        self._spawn(self._watch())
+        self._spawn(self._ping())
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    # --- what happens by itself -----------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Count what the guest's kernel kills for want of memory."""
+
+        def counted(raw: msgspec.Raw) -> None:
+            kills = msgspec.msgpack.decode(raw, type=_Watch).oom_kills
+            if kills != self.oom_kills:
+                self.oom_kills = kills
+                self._on_kills(kills)
+
+        assert self.channel is not None
+        with contextlib.suppress(DSecError):  # the channel is lost, which is told elsewhere
+            await call(self.channel, "vm.watch", pack({}), counted)
+
+    async def _ping(self) -> None:
+        """Notice a guest that stands still: a halted one tells nobody."""
+        while True:
+            await asyncio.sleep(PING_S)
+            channel = self.channel
+            if self.paused or channel is None:
+                continue
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await call(channel, "sys.ping", pack({}))
+            except TimeoutError:
+                if not self.paused:
+                    await self._explain("its agent does not answer")
+                    return
+            except DSecError:
+                return
+
+    def _heard(self, event: VmEvent) -> None:
+        reasons = {
+            "panicked": "the guest's kernel panicked",
+            "shutdown": "the guest switched itself off",
+            "reset": "the guest began to reboot",
+            "lost": "its virtual machine monitor ended",
+        }
+        if event.kind in reasons:
+            self._spawn(self._explain(reasons[event.kind]))
+        elif event.kind == "disk_error":
+            logger.error("%s: a disk of its machine fails: %s", self._sandbox, event.detail)
+
+    def _lost(self) -> None:
+        """The agent's channel is closed: the monitor may say why in a moment."""
+        self.channel = None
+        if self._on_death is not None:
+            self._spawn(self._explain_later())
+
+    async def _explain_later(self) -> None:
+        await asyncio.sleep(EXPLAIN_S)
+        await self._explain("its agent closed the channel")
+
+    async def _explain(self, reason: str) -> None:
+        """Say once that the machine ended, with what is known of why."""
+        if self._on_death is None:
+            return
+        on_death, self._on_death = self._on_death, None
+        words = await self._last_words()
+        if HALTED in words:
+            reason = "the guest halted"
+        on_death(Death(reason, {"console": words} if words else {}))
+
+    async def _last_words(self) -> str:
+        """Return the end of the guest's console, or of what the monitor said when it is gone."""
+        with contextlib.suppress(DSecError, TimeoutError):
+            async with asyncio.timeout(EXPLAIN_S):
+                if self._machine is not None and (text := await self._machine.console()):
+                    return text[-TOLD:]
+        with contextlib.suppress(DSecError, TimeoutError):
+            async with asyncio.timeout(EXPLAIN_S):
+                return await self._monitor_words()
+        return ""
+
+    async def _monitor_words(self) -> str:
+        """Return how the monitor ended and what it wrote. It does not return while it runs."""
+        said = bytearray()
+
+        def wrote(raw: msgspec.Raw) -> None:
+            said.extend(msgspec.msgpack.decode(raw, type=Output).data)
+
+        raw = await call(self._jail, "exec.attach", pack(AttachArgs(cid=VMM)), wrote)
+        result = msgspec.msgpack.decode(raw, type=CommandResult)
+        said += result.stdout + result.stderr
+        ended = f"signal {result.signal}" if result.signal else f"exit code {result.exit_code}"
+        text = said.decode(errors="replace").strip()
+        return f"{self._vmm.name} ended with {ended}" + (f": {text[-TOLD:]}" if text else "")
+
+    # --- asked from outside -----------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """Have the guest stand still, its clocks too."""
+        assert self._machine is not None
+        self.paused = True
+        await self._machine.stop()
+
+    async def go_on(self) -> None:
+        """Let it go on, and tell it what time it is."""
+        adopted = self._machine is None
+        if self._machine is None:
+            self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
+        await self._machine.cont()
+        self.paused = False
+        if adopted:
+            self._begin_to_follow()
+        if self.channel is not None:
+            async with asyncio.timeout(SILENT_S):
+                await call(self.channel, "vm.clock", pack(clock()))
+
+    async def close(self) -> None:
+        """Let go without touching the machine."""
+        self._on_death = None
+        for task in list(self._work):
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            channel.close()
+        machine, self._machine = self._machine, None
+        if machine is not None:
+            machine.close()

@@ -1,0 +1,152 @@
+"""A microVM's request compiled: the spec of its jail, and what its agent is told at the start.
+
+Pure. The jail is a sandbox of another backend in which nothing runs but the virtual machine
+monitor; its limits are the guest's and what the monitor needs beside.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+
+from dsecd.backends.inside import NO_NETWORK, generated_files, init_config
+from dsecd.backends.spec import Spec
+from dsecd.host.plan import Bind
+from dsecd.host.vm_plan import Accel, Devices, VmLayer, VmPlan
+from dsecd.images.flat_cache import FlatLayer
+from dsecd.images.manifest import Config
+
+MIB = 1 << 20
+VM = "/vm"  # in the jail: what is the machine's
+KERNEL, INITRD, UPPER, DATA = f"{VM}/kernel", f"{VM}/initrd", f"{VM}/upper.img", f"{VM}/data.img"
+AGENT, CONTROL = f"{VM}/agent.sock", f"{VM}/control.sock"
+VMM_USER = "vmm"
+VMM = "vmm"  # the command's id in the jail
+# QEMU itself, its translated code and what it caches of disks; what lies above the guest's memory
+# limit is given back under pressure
+VMM_MEMORY_BYTES = 192 * MIB
+VMM_PIDS = 256  # threads: one for each CPU, and those of disks, which come and go
+VMM_DISK_BYTES = 64 * MIB  # sockets and logs, and the metadata of the volume
+VMM_OUTPUT_BYTES = MIB
+ALL_CAPABILITIES = (1 << 41) - 1
+ENTROPY_BYTES = 64
+
+
+class Link(msgspec.Struct, kw_only=True):
+    """The guest's end of its network: addresses with their prefixes, and where the rest goes."""
+
+    interface: str
+    addresses: tuple[str, ...]
+    gateways: tuple[str, ...]
+
+
+class Begin(msgspec.Struct, kw_only=True):
+    """Arguments of `vm.begin` (docs/protocol.md)."""
+
+    layers: tuple[str, ...]  # devices, bottom first
+    dax: bool
+    upper: str
+    files: list[tuple[str, bytes, int]]
+    hostname: str
+    pids: int
+    network: Link | None
+    time_ns: int
+    entropy: bytes
+    config: bytes
+
+
+class Clock(msgspec.Struct, kw_only=True):
+    """Arguments of `vm.clock`: what a guest that stood still cannot know."""
+
+    time_ns: int
+    entropy: bytes
+
+
+def clock() -> Clock:
+    return Clock(time_ns=time.time_ns(), entropy=os.urandom(ENTROPY_BYTES))
+
+
+def disk_bytes(spec: Spec) -> int:
+    """Return how much the disks of the machine may grow to."""
+    assert spec.vm is not None
+    return spec.disk_bytes + spec.vm.data_disk_bytes
+
+
+def jail_spec(spec: Spec, image: str, binds: tuple[Bind, ...] = ()) -> Spec:
+    """Return what the jail is asked to be. `image` holds the monitor."""
+    assert spec.vm is not None
+    return Spec(
+        image=image,
+        memory_bytes=spec.memory_bytes + VMM_MEMORY_BYTES,
+        cpu_cores=spec.cpu_cores,
+        pids=VMM_PIDS + spec.vm.vcpus,
+        disk_bytes=disk_bytes(spec) + VMM_DISK_BYTES,
+        upper="disk",
+        network=spec.network,
+        policy=spec.policy,
+        user=VMM_USER,
+        workdir=VM,
+        env={},
+        hostname=spec.hostname,
+        no_new_privileges=True,
+        output_limit=VMM_OUTPUT_BYTES,
+        spool_limit=VMM_OUTPUT_BYTES,
+        binds=binds,
+    )
+
+
+def binds(kernel: str, initrd: str, layers: tuple[FlatLayer, ...]) -> tuple[Bind, ...]:
+    """Return what of the host the jail shows the monitor, read-only."""
+    shown = [Bind(kernel, KERNEL), Bind(initrd, INITRD)]
+    shown += [Bind(layer.path, layer_path(number)) for number, layer in enumerate(layers)]
+    return tuple(shown)
+
+
+def layer_path(number: int) -> str:
+    return f"{VM}/layer{number}"
+
+
+def vm_plan(
+    spec: Spec, layers: tuple[FlatLayer, ...], *, command_line: str, accel: Accel
+) -> VmPlan:
+    """Return the machine, as the monitor finds things in its jail."""
+    assert spec.vm is not None
+    return VmPlan(
+        memory_bytes=spec.memory_bytes,
+        vcpus=spec.vm.vcpus,
+        kernel=KERNEL,
+        initrd=INITRD,
+        command_line=command_line,
+        layers=tuple(
+            VmLayer(layer_path(number), layer.size_bytes, spec.vm.layers)
+            for number, layer in enumerate(layers)
+        ),
+        upper=UPPER,
+        data=DATA if spec.vm.data_disk_bytes else "",
+        agent_socket=AGENT,
+        control_socket=CONTROL,
+        accel=accel,
+    )
+
+
+def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices) -> Begin:
+    """Return what the agent makes the sandbox of."""
+    assert spec.vm is not None
+    now = clock()
+    return Begin(
+        layers=devices.layers,
+        dax=spec.vm.layers == "pmem",
+        upper=devices.upper,
+        files=[
+            (file.target, file.content, file.mode)
+            for file in generated_files(sandbox, spec.hostname, "", "", NO_NETWORK)
+        ],
+        hostname=spec.hostname,
+        pids=spec.pids,
+        network=None,
+        time_ns=now.time_ns,
+        entropy=now.entropy,
+        config=init_config(sandbox, spec, defaults, caps=ALL_CAPABILITIES),
+    )

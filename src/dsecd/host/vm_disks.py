@@ -1,0 +1,51 @@
+"""The disks of a virtual machine, put into the root of a living jail from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dsecd.host import sparse
+from dsecd.host.inside import open_inside
+
+
+def root_of(pid: int) -> Path:
+    """Return where the files of a process begin, for this process."""
+    return Path(f"/proc/{pid}/root")
+
+
+def place(root: Path, path: str, image: Path) -> None:
+    """Copy `image` to the new file `path`, which whoever owns its directory may write.
+
+    Holes stay holes. Raises `OSError`.
+    """
+    fd = _create(root, path)
+    try:
+        with image.open("rb") as source:
+            sparse.copy_sparse(source.fileno(), fd)
+    finally:
+        os.close(fd)
+
+
+def place_empty(root: Path, path: str, size: int) -> None:
+    """Make the new file `path` of `size` bytes, all of them a hole. Raises `OSError`."""
+    fd = _create(root, path)
+    try:
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _create(root: Path, path: str) -> int:
+    directory = open_inside(root, str(Path(path).parent), os.O_PATH | os.O_DIRECTORY)
+    try:
+        owner = os.fstat(directory)
+    finally:
+        os.close(directory)
+    fd = open_inside(root, path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.fchown(fd, owner.st_uid, owner.st_gid)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
