@@ -51,7 +51,7 @@ def copy_data(
     `proceed` is called before each piece and may raise to end it. Raises `OSError`, ENODATA when
     the file turns out to be shorter.
     """
-    copy = os.copy_file_range
+    copy: Callable[[int, int, int, int, int], int] = os.copy_file_range
     for start, end in _extents(source, size):
         while start < end:
             if proceed is not None:

@@ -90,7 +90,7 @@ def flatten(local: Local, to: Path, stop: threading.Event | None = None) -> int:
     """Write the layer as one file to `to`, readable by everybody, and return its length in bytes.
 
     The file appears whole or not at all, and replaces what is there. It is not synced. It is sparse
-    as the blobs are: chunks of zeros are in no blob. Blocks of zeros within a chunk (0.4% of a
+    as the blobs are: chunks of zeros are in no blob. Blocks of zeros within a chunk (below 1% of a
     Debian base) are not looked for, so that no byte passes through this process and file systems
     that can share blocks (btrfs, XFS) do. The others need as long as the disk does. The blobs of a
     layer that dsec-blobd serves are fetched whole by it.

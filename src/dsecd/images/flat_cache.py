@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -100,8 +101,9 @@ class FlatLayers:
         self._users[digest] -= 1
         if not self._users[digest]:
             del self._users[digest]
+            now = time.time_ns()  # the kernel's own stamp is the same for some milliseconds
             with contextlib.suppress(FileNotFoundError):
-                os.utime(self._path(digest))
+                os.utime(self._path(digest), ns=(now, now))
 
     def users(self, digest: str) -> int:
         """Return how many use the layer."""
