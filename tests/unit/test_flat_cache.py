@@ -213,6 +213,38 @@ async def test_unused_ones_go_longest_unused_first(tmp_path: Path, layers: list[
     assert there(tmp_path) == files(layers[1], layers[2], layers[3])
 
 
+async def test_many_machines_come_and_go(tmp_path: Path, layers: list[Local]) -> None:
+    """Whoever has a file finds it whole, however often the bound takes others meanwhile."""
+    flats = cache(tmp_path, bound_bytes=int(2.5 * MIB))
+    whole = {}
+    for local in layers:
+        flat.flatten(local, tmp_path / "whole")
+        whole[local.digest] = (tmp_path / "whole").read_bytes()
+
+    async def machine(number: int) -> None:
+        local = layers[number * 7 % len(layers)]
+        for _ in range(5):
+            made = await flats.provide(local)
+            try:
+                await asyncio.sleep(number % 3 / 1000)
+                assert Path(made.path).read_bytes() == whole[local.digest]
+            finally:
+                flats.release(local.digest)
+            await flats.trim()
+
+    machines = [asyncio.create_task(machine(number)) for number in range(16)]
+    await asyncio.sleep(0.02)
+    for task in machines[::5]:
+        task.cancel()
+    found = await asyncio.gather(*machines, return_exceptions=True)
+    assert {type(error) for error in found[::5]} <= {asyncio.CancelledError, type(None)}
+    assert all(found[number] is None for number in range(16) if number % 5)
+    await flats.trim()
+    await flats.close()
+    assert len(there(tmp_path)) <= 2
+    assert there(tmp_path) <= files(*layers)
+
+
 async def test_the_order_of_use_is_known_after_a_restart(
     tmp_path: Path, layers: list[Local]
 ) -> None:

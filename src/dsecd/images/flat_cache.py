@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -205,21 +205,25 @@ class FlatLayers:
         await self._remove(victims)
 
     def _total(self) -> int:
-        with os.scandir(self._directory) as entries:
-            return sum(
-                entry.stat(follow_symlinks=False).st_blocks * 512
-                for entry in entries
-                if not entry.name.endswith(_GONE)
-            )
+        """Return the bytes of all files, those that are being made included."""
+        return sum(
+            status.st_blocks * 512 for name, status in self._files() if not name.endswith(_GONE)
+        )
 
     def _idle(self) -> list[tuple[str, int]]:
         """Return the unused layers and the bytes of their files, the longest unused first."""
         found = []
-        for digest in self.digests():
-            if digest not in self._users:
-                status = self._path(digest).stat()
+        for name, status in self._files():
+            digest = name.removesuffix(_SUFFIX)
+            if digest + _SUFFIX == name and not name.startswith(".") and digest not in self._users:
                 found.append((status.st_mtime_ns, digest, status.st_blocks * 512))
         return [(digest, size) for _, digest, size in sorted(found)]
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self._directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # a copy ended
+                    yield entry.name, entry.stat(follow_symlinks=False)
 
     async def _remove(self, digests: Iterable[str]) -> None:
         """Remove unused files: their names at once, what they hold in a thread."""
