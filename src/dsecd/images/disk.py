@@ -51,11 +51,16 @@ def sweep(parent: Path) -> list[str]:
 
 def room(directory: Path, reserve: int = RESERVE_BYTES) -> int:
     """Return how many bytes may be written to the disk of `directory`. Raises `Exhausted`."""
-    status = os.statvfs(directory)
-    left = status.f_bavail * status.f_frsize - reserve
+    left = free(directory) - reserve
     if left <= 0:
         raise Exhausted(f"the disk of {directory} is full; remove layers or free space")
     return left
+
+
+def free(directory: Path) -> int:
+    """Return how many bytes the disk of `directory` has left."""
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def shared(one: Path, other: Path) -> bool:
