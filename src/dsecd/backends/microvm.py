@@ -269,9 +269,7 @@ class MicroVMBackend:
         assert holding.machine is not None
         await holding.machine.stop()
         try:
-            await self._jail.pause(
-                holding.held.jail, functools.partial(_save, holding, save, True)
-            )
+            await self._jail.pause(holding.held.jail, functools.partial(_save, holding, save, True))
         except BaseException:
             holding.held = msgspec.structs.replace(holding.held, paused=False)
             await holding.machine.go_on()

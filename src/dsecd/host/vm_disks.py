@@ -22,7 +22,9 @@ def place(root: Path, path: str, image: Path) -> None:
     fd = _create(root, path)
     try:
         with image.open("rb") as source:
-            sparse.copy_sparse(source.fileno(), fd)
+            size = os.fstat(source.fileno()).st_size
+            os.ftruncate(fd, size)
+            sparse.copy_data(source.fileno(), fd, size)
     finally:
         os.close(fd)
 

@@ -87,7 +87,7 @@ class FlatLayers:
         """
         self.acquire(local.digest)  # from here on the file is not removed
         try:
-            return self._found(local.digest) or await self._provide(local)
+            return self.find(local.digest) or await self._provide(local)
         except BaseException:
             self.release(local.digest)
             raise
@@ -104,6 +104,14 @@ class FlatLayers:
             now = time.time_ns()  # the kernel's own stamp is the same for some milliseconds
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._path(digest), ns=(now, now))
+
+    def find(self, digest: str) -> FlatLayer | None:
+        """Return the file when this process made or checked it, and it is there in full."""
+        size, path = self._sizes.get(digest), self._path(digest)
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_size == size:
+                return FlatLayer(str(path), size)
+        return None
 
     def users(self, digest: str) -> int:
         """Return how many use the layer."""
@@ -125,14 +133,6 @@ class FlatLayers:
 
     def _path(self, digest: str) -> Path:
         return self._directory / f"{digest}{_SUFFIX}"
-
-    def _found(self, digest: str) -> FlatLayer | None:
-        """Return the file when it is there and has the length that it must have."""
-        size, path = self._sizes.get(digest), self._path(digest)
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_size == size:
-                return FlatLayer(str(path), size)
-        return None
 
     async def _provide(self, local: Local) -> FlatLayer:
         copy = self._copies.get(local.digest)
@@ -164,7 +164,7 @@ class FlatLayers:
         digest = local.digest
         layout = await asyncio.to_thread(flat.plan, local)
         self._sizes[digest] = layout.size_bytes
-        if made := self._found(digest):
+        if made := self.find(digest):
             return made
         async with self._slots:
             await self._trim(layout.data_bytes)
