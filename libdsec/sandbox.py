@@ -21,6 +21,7 @@ from libdsec.forward import ForwardServer
 from libdsec.link import Link
 from libdsec.pty import Pty
 from libdsec.record import Verified
+from libdsec.request import Request
 from libdsec.result import CommandResult
 from libdsec.session import Session
 
@@ -293,7 +294,8 @@ class Sandbox:
             hostname=None,
             secrets=info.args.secrets if secrets is None else dict(secrets),
         )
-        batch = Batch(self._link, args, count, None)
+        wanted = Request(args=args, backend=info.backend, vm=info.vm)
+        batch = Batch(self._link, wanted, count, None)
         made: list[Sandbox] = []
         try:
             while (one := await batch.next()) is not None:
