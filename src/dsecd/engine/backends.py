@@ -21,7 +21,7 @@ from libdsec.model import CONTAINER, Feature
 logger = logging.getLogger("dsecd.engine")
 Need = Literal["checkpoints", "pack", "pause"]
 _CANNOT: dict[Need, str] = {
-    "checkpoints": "keeps no checkpoints", "pack": "saves no layers", "pause": "cannot pause",
+    "checkpoints": "keeps no checkpoints", "pack": "keeps no layers", "pause": "cannot pause",
 }  # fmt: skip
 
 
