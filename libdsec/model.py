@@ -182,6 +182,11 @@ class SandboxInfo(_Info):
     notes: list[str] = []
     cpu_class: CpuClass = "standard"
     args: DSecContainerRunArgs | None = None
+
+
+class MicroVMInfo(SandboxInfo):
+    """What op `sandbox.get` says of a microVM; that of a container has no `vm`."""
+
     vm: VmArgs | None = None
 
 
@@ -194,7 +199,10 @@ class Created(_Info):
 
 
 class SandboxRef(_Args):
-    """op `sandbox.get`, `sandbox.stop` → `SandboxInfo`; op `sandbox.metrics` → `Metrics`."""
+    """op `sandbox.get`, `sandbox.stop` → `SandboxInfo`; op `sandbox.metrics` → `Metrics`.
+
+    `sandbox.get` of a microVM → `MicroVMInfo`.
+    """
 
     id: str
 

@@ -284,7 +284,7 @@ class Sandbox:
             checkpoint = await self.checkpoint()
         name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
         info = await self._link.call(
-            "sandbox.get", model.SandboxRef(id=self.id), model.SandboxInfo, retry=True
+            "sandbox.get", model.SandboxRef(id=self.id), model.MicroVMInfo, retry=True
         )
         if info.args is None:
             raise Internal("the daemon did not say what the sandbox is made of")

@@ -135,9 +135,9 @@ class WireClient:
         )
         return result
 
-    async def get(self, name: str) -> model.SandboxInfo:
-        info: model.SandboxInfo = await self.call(
-            "sandbox.get", model.SandboxRef(id=name), kind=model.SandboxInfo
+    async def get(self, name: str) -> model.MicroVMInfo:
+        info: model.MicroVMInfo = await self.call(
+            "sandbox.get", model.SandboxRef(id=name), kind=model.MicroVMInfo
         )
         return info
 

@@ -291,7 +291,7 @@ async def test_cancelled_create_stops_the_sandbox_made_after_all(server, client)
         args = call.args(model.CreateArgs)
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(5)
-        return server.make(args.key, args)
+        return server.make(args.key, args.args)
 
     server.on["sandbox.create"] = stubborn
     making = asyncio.create_task(client.run_container(ARGS))
@@ -355,13 +355,15 @@ async def test_a_microvm_is_asked_for_with_what_only_it_has(server, client):
     )  # fmt: skip
     sandbox = await client.run_microvm(args, timeout=120)
     assert (sandbox.info.backend, sandbox.info.labels) == ("microvm", {"a": "b"})
-    assert sandbox.info.vm == model.VmArgs(vcpus=2, layers="block", data_disk_mb=64)
+    vm = model.VmArgs(vcpus=2, layers="block", data_disk_mb=64)
+    assert server.sandboxes[sandbox.id].vm == vm
     assert sandbox.info.args == DSecContainerRunArgs(
         container_image="base/debian:12", memory_limit_mb=256, cpu_cores_limit=2.0,
         labels={"a": "b"}, policy="swe", env={"A": "1"},
     )  # fmt: skip
     made = [item async for item in client.run_microvms(args, 3)]
-    assert [(one.info.backend, one.info.vm) for one in made] == [("microvm", sandbox.info.vm)] * 3
+    told = [(one.info.backend, server.sandboxes[one.id].vm) for one in made]
+    assert told == [("microvm", vm)] * 3
 
 
 async def test_a_container_is_asked_for_as_ever(server, client):
@@ -376,7 +378,7 @@ async def test_a_container_is_asked_for_as_ever(server, client):
     (create,) = sent
     assert create.keys() == {"key", "args"}
     assert create["args"] == {"container_image": "base/debian:12"}
-    assert (sandbox.info.backend, sandbox.info.vm) == ("container", None)
+    assert (sandbox.info.backend, server.sandboxes[sandbox.id].vm) == ("container", None)
 
 
 async def test_a_branch_runs_in_what_its_origin_runs_in(server, client):
@@ -387,7 +389,8 @@ async def test_a_branch_runs_in_what_its_origin_runs_in(server, client):
     args = DSecMicroVMRunArgs(image="base/debian:12", vcpus=3)
     origin = await client.run_microvm(args)
     (branch,) = await origin.branch(1)
-    assert (branch.info.backend, branch.info.vm) == ("microvm", model.VmArgs(vcpus=3))
+    assert branch.info.backend == "microvm"
+    assert server.sandboxes[branch.id].vm == model.VmArgs(vcpus=3)
     assert branch.info.args.from_checkpoint == f"{origin.id}/c1"
 
 

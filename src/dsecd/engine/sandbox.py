@@ -17,7 +17,7 @@ from dsecd.engine.request import Kind
 from dsecd.images.tool import Report, unreported
 from dsecd.secrets.secret import digest
 from libdsec.errors import DSecError, WrongState
-from libdsec.model import CpuClass, DSecContainerRunArgs, SandboxInfo, State
+from libdsec.model import CpuClass, DSecContainerRunArgs, MicroVMInfo, SandboxInfo, State
 from libdsec.model_layers import ImportStage
 
 COMMANDS_NOTED = 4096  # per sandbox
@@ -196,7 +196,7 @@ class Sandbox:
         """Return what a caller may know."""
         end = self.deadline() if self.state in ALIVE else None
         now = asyncio.get_running_loop().time()
-        return SandboxInfo(
+        info = SandboxInfo(
             id=self.id,
             state=self.state,
             image=self.args.container_image,
@@ -211,9 +211,13 @@ class Sandbox:
             labels=self.args.labels,
             notes=[*self.notes, *self.cpu_notes, *(self.account.notes if self.account else ())],
             cpu_class=self.cpu_class,
-            args=self._present_args() if with_args else None,
-            vm=self.kind.vm if with_args else None,
         )
+        if not with_args:
+            return info
+        info.args = self._present_args()
+        if self.kind.vm is None:
+            return info
+        return MicroVMInfo(**msgspec.structs.asdict(info), vm=self.kind.vm)
 
     def _present_args(self) -> DSecContainerRunArgs:
         """Return what another sandbox like this one is made of: a branch has its policy of now."""
