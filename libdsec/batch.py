@@ -10,6 +10,7 @@ from libdsec import model
 from libdsec.connection import Call, ConnectionLost
 from libdsec.errors import DSecError, Internal, InvalidArgument, from_wire
 from libdsec.link import Link, pack, unpack
+from libdsec.request import Request
 
 MAX_BATCH = 65_536  # keys of a larger one would not fit a frame
 
@@ -17,13 +18,11 @@ MAX_BATCH = 65_536  # keys of a larger one would not fit a frame
 class Batch:
     """One `sandbox.create_many`; after a lost connection it goes on with the keys still open."""
 
-    def __init__(
-        self, link: Link, args: model.DSecContainerRunArgs, count: int, timeout_s: float | None
-    ) -> None:
+    def __init__(self, link: Link, wanted: Request, count: int, timeout_s: float | None) -> None:
         if not 1 <= count <= MAX_BATCH:
             raise InvalidArgument(f"count must be 1 to {MAX_BATCH}, not {count}", field="count")
         self._link = link
-        self._args = args
+        self._wanted = wanted
         self._timeout_s = timeout_s
         self._open = {uuid.uuid4().hex for _ in range(count)}
         self._call: Call | None = None
@@ -68,8 +67,9 @@ class Batch:
 
     async def _start(self) -> Call:
         args = model.CreateManyArgs(
-            keys=sorted(self._open), args=self._args, timeout_s=self._timeout_s
-        )
+            keys=sorted(self._open), timeout_s=self._timeout_s,
+            args=self._wanted.args, backend=self._wanted.backend, vm=self._wanted.vm,
+        )  # fmt: skip
         return await self._link.start("sandbox.create_many", pack(args))
 
     def _outcome(self, made: model.Created) -> model.SandboxInfo | DSecError:

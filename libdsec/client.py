@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +21,7 @@ from libdsec.layers import Layers
 from libdsec.link import Link, pack, unpack
 from libdsec.progress import ImportCallback, progress_items
 from libdsec.record import key_text
+from libdsec.request import Request, request_of
 from libdsec.sandbox import Sandbox
 
 _ANSWER_S = 1.0  # the daemon knows better why a create took too long: let it say so first
@@ -120,9 +122,46 @@ class DSecClient:
         Raises `NotFound` (no such image), `InvalidArgument`, `Exhausted` (host full; retryable),
         `Timeout`, `Unavailable` for a registry that does not give the image.
         """
+        return await self._run(request_of(args), timeout, on_progress)
+
+    async def run_containers(
+        self, args: model.DSecContainerRunArgs, count: int, timeout: float | None = None
+    ) -> AsyncIterator[Sandbox | DSecError]:
+        """Create `count` sandboxes and yield each, or its error, as it becomes ready.
+
+        Leaving the iteration early stops the sandboxes that were not yielded.
+        """
+        async with contextlib.aclosing(self._run_many(request_of(args), count, timeout)) as made:
+            async for one in made:
+                yield one
+
+    async def run_microvm(
+        self,
+        args: model.DSecMicroVMRunArgs,
+        timeout: float | None = None,
+        *,
+        on_progress: ImportCallback | None = None,
+    ) -> Sandbox:
+        """Create a microVM sandbox and return it running, as `run_container` does.
+
+        Raises `Unsupported`, with what to do about it, where the daemon makes no microVMs.
+        """
+        return await self._run(request_of(args), timeout, on_progress)
+
+    async def run_microvms(
+        self, args: model.DSecMicroVMRunArgs, count: int, timeout: float | None = None
+    ) -> AsyncIterator[Sandbox | DSecError]:
+        """Create `count` microVM sandboxes, as `run_containers` does."""
+        async with contextlib.aclosing(self._run_many(request_of(args), count, timeout)) as made:
+            async for one in made:
+                yield one
+
+    async def _run(
+        self, wanted: Request, timeout: float | None, on_progress: ImportCallback | None
+    ) -> Sandbox:
         create = model.CreateArgs(
-            key=os.urandom(16).hex(), args=args, timeout_s=timeout,
-            progress=on_progress is not None,
+            key=os.urandom(16).hex(), args=wanted.args, backend=wanted.backend, vm=wanted.vm,
+            timeout_s=timeout, progress=on_progress is not None,
         )  # fmt: skip
         info = await self._link.call(
             "sandbox.create",
@@ -135,14 +174,10 @@ class DSecClient:
         )
         return Sandbox(self._link, info)
 
-    async def run_containers(
-        self, args: model.DSecContainerRunArgs, count: int, timeout: float | None = None
-    ) -> AsyncIterator[Sandbox | DSecError]:
-        """Create `count` sandboxes and yield each, or its error, as it becomes ready.
-
-        Leaving the iteration early stops the sandboxes that were not yielded.
-        """
-        batch = Batch(self._link, args, count, timeout)
+    async def _run_many(
+        self, wanted: Request, count: int, timeout: float | None
+    ) -> AsyncGenerator[Sandbox | DSecError, None]:
+        batch = Batch(self._link, wanted, count, timeout)
         try:
             while (made := await batch.next()) is not None:
                 yield made if isinstance(made, DSecError) else Sandbox(self._link, made)
@@ -271,12 +306,15 @@ class DSecClient:
         *,
         network_rules: Mapping[str, bool] | None = None,
         network: model.NetworkMode = "none",
+        backend: str = model.CONTAINER,
     ) -> list[model.PolicyRow]:
         """Return what enforces each entry of a policy on the daemon's host, or that nothing does.
 
-        `network` is that of `DSecContainerRunArgs`. Raises `InvalidArgument`.
+        `network` is that of `DSecContainerRunArgs`, `backend` what the sandbox would run in:
+        "container" or "microvm". Raises `InvalidArgument`, `Unsupported` for a backend that the
+        daemon has not.
         """
-        args = _policy(policy, network_rules, network)
+        args = _policy(policy, network_rules, network, backend)
         return await self._link.call("policy.explain", args, list[model.PolicyRow], retry=True)
 
     async def test_policy(
@@ -314,9 +352,11 @@ def _policy(
     policy: str | Mapping[str, Any] | None,
     rules: Mapping[str, bool] | None,
     network: model.NetworkMode = "none",
+    backend: str = model.CONTAINER,
 ) -> model.PolicyArgs:
     return model.PolicyArgs(
         policy=dict(policy) if isinstance(policy, Mapping) else policy,
         network_rules=None if rules is None else dict(rules),
         network=network,
+        backend=backend,
     )

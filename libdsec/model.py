@@ -47,9 +47,14 @@ from libdsec.model_verify import KeptWarning as KeptWarning
 from libdsec.model_verify import Record as Record
 from libdsec.model_verify import VerifyArgs as VerifyArgs
 from libdsec.model_verify import VerifyKey as VerifyKey
+from libdsec.model_vm import DSecMicroVMRunArgs as DSecMicroVMRunArgs
+from libdsec.model_vm import VmArgs as VmArgs
+from libdsec.model_vm import VmLayers as VmLayers
 
 State = Literal["creating", "running", "paused", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
+# what a create may ask for as `backend`; a daemon says in `Welcome.capabilities` what it has
+CONTAINER, MICROVM = "container", "microvm"
 
 
 class _Args(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -137,11 +142,14 @@ class DSecContainerRunArgs(_Args):
 class CreateArgs(_Args):
     """op `sandbox.create` → `SandboxInfo`. The same `key` gives the same sandbox.
 
+    `backend` is what the sandbox runs in, `vm` what only "microvm" has; `args` are shared by all.
     With `progress` a stream of `ImportProgress` while an image is pulled from its registry.
     """
 
     key: str
     args: DSecContainerRunArgs
+    backend: str = CONTAINER
+    vm: VmArgs | None = None
     timeout_s: float | None = None
     progress: bool = False
 
@@ -151,6 +159,8 @@ class CreateManyArgs(_Args):
 
     keys: list[str]
     args: DSecContainerRunArgs
+    backend: str = CONTAINER
+    vm: VmArgs | None = None
     timeout_s: float | None = None
 
 
@@ -160,7 +170,7 @@ class SandboxInfo(_Info):
     id: str
     state: State
     image: str
-    backend: str = "container"
+    backend: str = CONTAINER
     created_at: float = 0.0
     ended_at: float | None = None
     expires_at: float | None = None
@@ -174,6 +184,12 @@ class SandboxInfo(_Info):
     args: DSecContainerRunArgs | None = None
 
 
+class MicroVMInfo(SandboxInfo):
+    """What op `sandbox.get` says of a microVM; that of a container has no `vm`."""
+
+    vm: VmArgs | None = None
+
+
 class Created(_Info):
     """One item of `sandbox.create_many`: the sandbox or its error, by `key`."""
 
@@ -183,7 +199,10 @@ class Created(_Info):
 
 
 class SandboxRef(_Args):
-    """op `sandbox.get`, `sandbox.stop` → `SandboxInfo`; op `sandbox.metrics` → `Metrics`."""
+    """op `sandbox.get`, `sandbox.stop` → `SandboxInfo`; op `sandbox.metrics` → `Metrics`.
+
+    `sandbox.get` of a microVM → `MicroVMInfo`.
+    """
 
     id: str
 

@@ -19,7 +19,7 @@ class _Info(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class PolicyArgs(_Args):
-    """A policy as in `DSecContainerRunArgs`, for a sandbox of which nothing else is known.
+    """A policy as in `DSecContainerRunArgs`, for a sandbox of which only the backend is known.
 
     op `policy.check` → `PolicySummary`; op `policy.explain` → list of `PolicyRow`.
     """
@@ -27,6 +27,7 @@ class PolicyArgs(_Args):
     policy: str | dict[str, Any] | None = None
     network_rules: dict[str, bool] | None = None
     network: NetworkMode = "none"
+    backend: str = "container"
 
 
 class PolicySummary(_Info):

@@ -21,6 +21,7 @@ from libdsec.forward import ForwardServer
 from libdsec.link import Link
 from libdsec.pty import Pty
 from libdsec.record import Verified
+from libdsec.request import Request
 from libdsec.result import CommandResult
 from libdsec.session import Session
 
@@ -283,7 +284,7 @@ class Sandbox:
             checkpoint = await self.checkpoint()
         name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
         info = await self._link.call(
-            "sandbox.get", model.SandboxRef(id=self.id), model.SandboxInfo, retry=True
+            "sandbox.get", model.SandboxRef(id=self.id), model.MicroVMInfo, retry=True
         )
         if info.args is None:
             raise Internal("the daemon did not say what the sandbox is made of")
@@ -293,7 +294,8 @@ class Sandbox:
             hostname=None,
             secrets=info.args.secrets if secrets is None else dict(secrets),
         )
-        batch = Batch(self._link, args, count, None)
+        wanted = Request(args=args, backend=info.backend, vm=info.vm)
+        batch = Batch(self._link, wanted, count, None)
         made: list[Sandbox] = []
         try:
             while (one := await batch.next()) is not None:

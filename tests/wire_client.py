@@ -112,12 +112,16 @@ class WireClient:
         return await self.open(op, args, target).answer(kind, timeout_s)
 
     async def create(
-        self, key: str, image: str = "base/debian:12", **fields: Any
+        self,
+        key: str,
+        image: str = "base/debian:12",
+        backend: str = model.CONTAINER,
+        vm: model.VmArgs | None = None,
+        **fields: Any,
     ) -> model.SandboxInfo:
         args = model.DSecContainerRunArgs(container_image=image, **fields)
-        info: model.SandboxInfo = await self.call(
-            "sandbox.create", model.CreateArgs(key=key, args=args), kind=model.SandboxInfo
-        )
+        create = model.CreateArgs(key=key, args=args, backend=backend, vm=vm)
+        info: model.SandboxInfo = await self.call("sandbox.create", create, kind=model.SandboxInfo)
         return info
 
     async def run(
@@ -131,9 +135,9 @@ class WireClient:
         )
         return result
 
-    async def get(self, name: str) -> model.SandboxInfo:
-        info: model.SandboxInfo = await self.call(
-            "sandbox.get", model.SandboxRef(id=name), kind=model.SandboxInfo
+    async def get(self, name: str) -> model.MicroVMInfo:
+        info: model.MicroVMInfo = await self.call(
+            "sandbox.get", model.SandboxRef(id=name), kind=model.MicroVMInfo
         )
         return info
 

@@ -19,6 +19,8 @@ from dsec import completion, output
 from dsec.session import Settings, connected, json_option, run_reporting
 from libdsec import DSecClient, InvalidArgument, PolicyRow, Unavailable
 from libdsec.model import (
+    CONTAINER,
+    MICROVM,
     NetworkMode,
     PolicyAnswer,
     PolicyArgs,
@@ -64,7 +66,7 @@ class Answers(Protocol):
 
     async def check_policy(self, policy: Source) -> PolicySummary: ...
     async def explain_policy(
-        self, policy: Source, *, network: NetworkMode = "none"
+        self, policy: Source, *, network: NetworkMode = "none", backend: str = CONTAINER
     ) -> list[PolicyRow]: ...
     async def test_policy(self, questions: list[str], policy: Source) -> list[PolicyAnswer]: ...
 
@@ -75,7 +77,8 @@ class _Here:
     def __init__(self) -> None:
         try:
             self._api: Any = importlib.import_module("dsecd.api.policies")
-            self._policies = importlib.import_module("dsecd.__main__").policies()
+            made = importlib.import_module("dsecd.__main__").policies()
+            self._policies, self._backends = made
         except ImportError as error:
             raise Unavailable(f"no daemon answers, dsecd is not installed here: {error}") from error
 
@@ -84,10 +87,10 @@ class _Here:
         return made
 
     async def explain_policy(
-        self, policy: Source, *, network: NetworkMode = "none"
+        self, policy: Source, *, network: NetworkMode = "none", backend: str = CONTAINER
     ) -> list[PolicyRow]:
-        args = PolicyArgs(policy=policy, network=network)
-        rows: list[PolicyRow] = await self._api.explain(self._policies, args)
+        args = PolicyArgs(policy=policy, network=network, backend=backend)
+        rows: list[PolicyRow] = await self._api.explain(self._policies, self._backends, args)
         return rows
 
     async def test_policy(self, questions: list[str], policy: Source) -> list[PolicyAnswer]:
@@ -162,10 +165,13 @@ def check(context: click.Context, name: str) -> None:
 @policy.command()
 @click.argument("name", metavar="FILE|PRESET|SANDBOX")
 @click.option("--network", type=click.Choice(["none", "nat"]), default="none")
+@click.option("--microvm", is_flag=True, help="In a microVM, not a container.")
 @click.option("--strict", is_flag=True, help="Exit 1 unless all of it is enforced.")
 @json_option
 @click.pass_context
-def explain(context: click.Context, name: str, network: NetworkMode, strict: bool) -> None:
+def explain(
+    context: click.Context, name: str, network: NetworkMode, microvm: bool, strict: bool
+) -> None:
     """Show for each entry of a policy what enforces it here, or that nothing does.
 
     For a SANDBOX it is the policy in force. Asks the daemon; without a daemon, root tries what the
@@ -178,7 +184,9 @@ def explain(context: click.Context, name: str, network: NetworkMode, strict: boo
                 raise Unavailable(f"no daemon answers that could tell about sandbox {name}")
             rows = (await (await answers.connect(name)).policy()).rows
         else:
-            rows = await _about(name, answers.explain_policy(read(name), network=network))
+            backend = MICROVM if microvm else CONTAINER
+            answer = answers.explain_policy(read(name), network=network, backend=backend)
+            rows = await _about(name, answer)
         output.json(rows) if context.obj.json else _show(rows)
         short = sum(row.state != "enforced" for row in rows)
         if not strict or not short:

@@ -12,7 +12,16 @@ import msgspec
 
 from dsec import completion, execute, output, policy
 from dsec.session import Settings, connected, json_option, report
-from libdsec import CpuClass, DSecClient, DSecContainerRunArgs, DSecError, Sandbox, SandboxInfo
+from libdsec import (
+    CpuClass,
+    DSecClient,
+    DSecContainerRunArgs,
+    DSecError,
+    DSecMicroVMRunArgs,
+    Sandbox,
+    SandboxInfo,
+)
+from libdsec.model import VmLayers
 
 
 def secrets_of(
@@ -30,11 +39,16 @@ def secrets_of(
 _LIMITS: tuple[Callable[..., Any], ...] = (
     click.option("-m", "--memory", "memory_limit_mb", type=int, metavar="MB"),
     click.option("-c", "--cpus", "cpu_cores_limit", type=float, metavar="CORES"),
+    click.option("--vcpus", type=int, metavar="COUNT", help="Processors of a microVM."),
     click.option("--cpu-class", type=click.Choice(get_args(CpuClass)),
                  help="Who goes first when CPUs are short."),
     click.option("--pids", "pids_limit", type=int, metavar="COUNT"),
     click.option("--disk", "disk_limit_mb", type=int, metavar="MB"),
     click.option("--upper", type=click.Choice(["auto", "memory", "disk"])),
+    click.option("--layers", type=click.Choice(get_args(VmLayers)),
+                 help="How layers get into a microVM: mapped, or as disks."),
+    click.option("--data-disk", "data_disk_mb", type=int, metavar="MB",
+                 help="A second, empty disk of a microVM."),
     click.option("--ttl", "ttl_running_stop", type=float, metavar="SECONDS",
                  help="Stop it after so long without a call."),
     click.option("--max-lifetime", "max_lifetime_s", type=float, metavar="SECONDS"),
@@ -73,6 +87,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--toolkit", "toolkits", multiple=True, metavar="LAYER", shell_complete=completion.layers,
     help="Stacked on these; may be repeated.",
 )  # fmt: skip
+@click.option("--microvm", is_flag=True, help="With a kernel of its own, not as a container.")
 @click.option("--rm", is_flag=True, help="Stop the sandbox when COMMAND has ended.")
 @click.option("-i", "--interactive", is_flag=True, help="Pass our stdin to COMMAND.")
 @click.option("-t", "--tty", is_flag=True, help="Give COMMAND (default: a shell) a terminal.")
@@ -94,6 +109,7 @@ async def run(
     argv: tuple[str, ...],
     workspace: str | None,
     toolkits: tuple[str, ...],
+    microvm: bool,
     rm: bool,
     interactive: bool,
     tty: bool,
@@ -113,8 +129,7 @@ async def run(
     if rm and not argv and not tty:
         raise click.UsageError("--rm needs a COMMAND or -t: the sandbox would end at once")
     rules = {**dict.fromkeys(allow, True), **dict.fromkeys(deny, False)}
-    args = DSecContainerRunArgs(
-        container_image=image,
+    given = dict(
         workspace=workspace,
         toolkits=list(toolkits),
         env=execute.pairs(env, "--env"),
@@ -122,8 +137,15 @@ async def run(
         network_rules=rules or None,
         **{name: value for name, value in limits.items() if value is not None},
     )
+    _check_kind(given, microvm)
     with output.stages(f"pulling {image}", silent=settings.json) as show:
-        sandbox = await client.run_container(args, timeout=timeout, on_progress=output.staged(show))
+        told = output.staged(show)
+        if microvm:
+            vm = DSecMicroVMRunArgs(image=image, **given)
+            sandbox = await client.run_microvm(vm, timeout, on_progress=told)
+        else:
+            container = DSecContainerRunArgs(container_image=image, **given)
+            sandbox = await client.run_container(container, timeout, on_progress=told)
     if not argv and not tty:
         _announce(settings, sandbox)
         return 0
@@ -132,6 +154,15 @@ async def run(
     finally:
         if rm:
             await sandbox.kill()
+
+
+def _check_kind(given: dict[str, Any], microvm: bool) -> None:
+    """Refuse options of the other kind of sandbox."""
+    takes = DSecMicroVMRunArgs if microvm else DSecContainerRunArgs
+    for parameter in run.params:
+        if parameter.name in given and parameter.name not in takes.__struct_fields__:
+            kind = "a container: leave --microvm out" if microvm else "a microVM: give --microvm"
+            raise click.UsageError(f"{parameter.opts[-1]} is of {kind}")
 
 
 def _announce(settings: Settings, sandbox: Sandbox) -> None:
@@ -182,7 +213,9 @@ async def ps(
         for info in infos:
             click.echo(info.id)
     else:
-        columns = ("SANDBOX", "IMAGE", "STATE", "AGE>", "EXPIRES>", "ADDRESS", "LABELS")
+        columns = (
+            "SANDBOX", "IMAGE", "BACKEND", "STATE", "AGE>", "EXPIRES>", "ADDRESS", "LABELS",
+        )  # fmt: skip
         output.show(output.table(columns, (_row(info) for info in infos)))
     return 0
 
@@ -192,7 +225,8 @@ def _row(info: SandboxInfo) -> tuple[str, ...]:
     left = "-" if info.expires_at is None else output.duration(info.expires_at - time.time())
     labels = ",".join(f"{name}={value}" for name, value in sorted(info.labels.items()))
     return (
-        info.id, info.image, state, output.age(info.created_at), left, info.address or "-", labels,
+        info.id, info.image, info.backend, state, output.age(info.created_at), left,
+        info.address or "-", labels,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -25,12 +26,14 @@ from dsecd import __version__, log
 from dsecd import config as configuration
 from dsecd.backends.abc import Backend
 from dsecd.config import Config
+from dsecd.engine.backends import Backends
 from dsecd.engine.manager import Step, no_step
 from dsecd.engine.policies import Policies
 from dsecd.host import probe
 from dsecd.host.vitals import Vitals, protect_from_oom, raise_open_files
 from dsecd.service import Service
-from libdsec.errors import DSecError, InvalidArgument
+from libdsec.errors import DSecError, InvalidArgument, Unsupported
+from libdsec.model import MICROVM
 
 logger = logging.getLogger("dsecd")
 
@@ -69,7 +72,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def make_backend(config: Config) -> Backend:
-    """Return the backend that the configuration names. Raises `InvalidArgument`."""
+    """Return the host's own backend, which the configuration names. Raises `InvalidArgument`."""
     if config.backend == "container":
         from dsecd.backends.container import ContainerBackend
 
@@ -81,18 +84,42 @@ def make_backend(config: Config) -> Backend:
     raise InvalidArgument(f"backend {config.backend!r} is not known", field="backend")
 
 
-def policies() -> Policies:
-    """Return what a daemon of this host would make of policies. Raises `InvalidArgument`."""
+def make_backends(config: Config) -> Backends:
+    """Return what sandboxes run in here. Raises `InvalidArgument`, `Unsupported`."""
+    own = make_backend(config)
+    why = _without_microvms(config)
+    if why and config.vm.enabled == "yes":
+        raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
+    return Backends([own], absent={MICROVM: why or "this version of dsecd makes none"})
+
+
+def _without_microvms(config: Config) -> str:
+    """Return why there are no microVMs here, and what to do about it; "" when there can be."""
+    if config.vm.enabled == "no":
+        return "the operator turned microVMs off (vm.enabled in dsecd.toml)"
+    if shutil.which(config.vm.qemu) is None:
+        return f"{config.vm.qemu} is not installed (vm.qemu): install qemu-system-x86"
+    if not config.guest_kernel.is_file():
+        return f"the guest's kernel is not at {config.guest_kernel} (vm.kernel): install one there"
+    return ""
+
+
+def policies() -> tuple[Policies, Backends]:
+    """Return what a daemon of this host would make of policies, and for which backends.
+
+    Raises `InvalidArgument`, `Unsupported`.
+    """
     config = configuration.load()
-    return Policies(config.policy, make_backend(config))
+    backends = make_backends(config)
+    return Policies(config.policy, backends.own), backends
 
 
 def _check(config: Config) -> int:
     """Print what this host offers; 1 when something is missing without which nothing runs."""
     required = {row.name for row in probe.missing()} if config.backend == "container" else set()
-    backend = make_backend(config)
-    Policies(config.policy, backend)  # reads the operator's files
-    for row in backend.features():
+    backends = make_backends(config)
+    Policies(config.policy, backends.own)  # reads the operator's files
+    for row in backends.features():
         state = "ok" if row.available else "MISSING" if row.name in required else "no"
         remark = f" ({row.reason})" if row.reason else ""
         sys.stdout.write(f"{state:8}{row.name:22}{row.needed_for}{remark}\n")
@@ -123,7 +150,7 @@ async def _serve(config: Config, keep: bool, step: Step) -> int:
     ):  # fmt: skip
         loop.add_signal_handler(number, end, keeping)
     config.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    service = Service(config, make_backend(config), Vitals(config.state), step)
+    service = Service(config, make_backends(config), Vitals(config.state), step)
     await service.start()
     # what lives as long as the daemon need not be looked at again; cycles are rare here, and a full
     # collection over thousands of sandboxes would be felt as latency

@@ -182,6 +182,21 @@ class Reclaim(_Section, frozen=True):
     damon: bool = False
 
 
+class Vm(_Section, frozen=True):
+    """Sandboxes with a kernel of their own (`backend` "microvm"). `enabled` auto: where QEMU and
+    the guest's kernel are installed; `kernel` "" → `<state>/guest/kernel`.
+
+    `accel` auto: KVM where a guest boots with it. `layers_cache_mb` bounds the copies of layers
+    that are made for guests to map; 0: no bound.
+    """
+
+    enabled: Literal["auto", "yes", "no"] = "auto"
+    kernel: str = ""
+    qemu: str = "qemu-system-x86_64"
+    accel: Literal["auto", "kvm", "tcg"] = "auto"
+    layers_cache_mb: int = 0
+
+
 class FnCall(_Section, frozen=True):
     """Pools of warm workers (docs/fncall.md): how many there are at most, in all and in each pool,
     how many calls of a pool may wait, and how long an idle worker stays.
@@ -221,6 +236,7 @@ class Config(_Section, frozen=True):
     limits: Limits = Limits()
     reclaim: Reclaim = Reclaim()
     fncall: FnCall = FnCall()
+    vm: Vm = Vm()
     stop: Stop = Stop()
 
     @property
@@ -230,6 +246,10 @@ class Config(_Section, frozen=True):
     @property
     def state(self) -> Path:
         return Path(self.paths.state)
+
+    @property
+    def guest_kernel(self) -> Path:
+        return Path(self.vm.kernel) if self.vm.kernel else self.state / "guest/kernel"
 
     @property
     def socket(self) -> Path:
@@ -308,6 +328,7 @@ def _check(config: Config) -> None:
     if pools.uid_range_start + pools.uid_range_count * RANGE_SIZE > 1 << 32:
         raise InvalidArgument("uid ranges pass 2^32", field="pools.uid_range_count")
     _check_reclaim(config.reclaim)
+    _check_vm(config.vm)
     for section, key in _POSITIVE:
         if getattr(getattr(config, section), key) <= 0:
             raise InvalidArgument(f"{section}.{key} must be above 0", field=f"{section}.{key}")
@@ -326,6 +347,15 @@ def _check_reclaim(reclaim: Reclaim) -> None:
         raise InvalidArgument(
             'reclaim.swap = "file" needs reclaim.swap_mb, its size', field="reclaim.swap_mb"
         )
+
+
+def _check_vm(vm: Vm) -> None:
+    if vm.kernel and not vm.kernel.startswith("/"):
+        raise InvalidArgument("vm.kernel must be absolute", field="vm.kernel")
+    if not vm.qemu:
+        raise InvalidArgument("vm.qemu: a program's name or path", field="vm.qemu")
+    if vm.layers_cache_mb < 0:
+        raise InvalidArgument("vm.layers_cache_mb must not be below 0", field="vm.layers_cache_mb")
 
 
 _POSITIVE = (

@@ -1,6 +1,6 @@
 """One daemon as an object: what is started in which order, and ended in reverse.
 
-Locks → journal → backend → recovery → listening. Nothing listens before recovery is done, so a
+Locks → journal → backends → recovery → listening. Nothing listens before recovery is done, so a
 client never sees a sandbox missing that is about to be re-adopted.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from dsecd import __version__, log
 from dsecd.api.auth import Gatekeeper
 from dsecd.api.server import Server
-from dsecd.backends.abc import Backend
 from dsecd.config import Config
 from dsecd.engine.admission import Host
+from dsecd.engine.backends import Backends
 from dsecd.engine.fncall import Pools
 from dsecd.engine.journal import Journal
 from dsecd.engine.manager import Manager, Step, no_step
@@ -65,8 +65,10 @@ class Lock:
 class Service:
     """A daemon; `step` is called at the points where a crash must be repairable (for tests)."""
 
-    def __init__(self, config: Config, backend: Backend, host: Host, step: Step = no_step) -> None:
-        self.config, self.backend, self.host = config, backend, host
+    def __init__(
+        self, config: Config, backends: Backends, host: Host, step: Step = no_step
+    ) -> None:
+        self.config, self.backends, self.host = config, backends, host
         self.registry = Registry()
         self.gatekeeper = Gatekeeper(config.listen)
         self._step = step
@@ -91,10 +93,10 @@ class Service:
             journal = Journal(config.state / "dsecd.db")
             undo.callback(journal.close)
             self.manager = manager = Manager(
-                config, self.backend, journal, self.host, self.registry, self._step
+                config, self.backends, journal, self.host, self.registry, self._step
             )
-            undo.push_async_callback(self.backend.close)
-            await self.backend.start(manager)
+            undo.push_async_callback(self.backends.close)
+            await self.backends.start(manager)
             self._gauges()
             kept, freed = await recover(manager)
             self.reclaimer = Reclaimer(manager, config.reclaim)
@@ -124,7 +126,7 @@ class Service:
             return counts
 
         registry.gauge("dsec_sandboxes", "Sandboxes by state.", "state", by_state)
-        registry.gauge("dsec_pool", "What pools hold ready.", "pool", self.backend.pools)
+        registry.gauge("dsec_pool", "What pools hold ready.", "pool", self.backends.pools)
         registry.gauge(
             "dsec_connections", "Open client connections.", "",
             lambda: {"": float(len(self.server.connections))},
@@ -148,7 +150,7 @@ class Service:
             "dsec_fncall", "Pools of warm workers, and calls that wait for one.", "what",
             lambda: self.fncalls.numbers(),
         )  # fmt: skip
-        registry.foreign(BLOBD, self.backend.layers().stats)
+        registry.foreign(BLOBD, self.backends.own.layers().stats)
 
     async def close(self, keep: bool) -> None:
         """End the daemon; with `keep` the sandboxes go on and wait for the next one."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from dsecd.backends.fake import FakeBackend
 from dsecd.config import Config, Limits, Listen, Paths, Policy
+from dsecd.engine.backends import Backends
 from dsecd.model import Reading
 from dsecd.service import Service
 from tests.wire_client import WireClient
@@ -47,12 +48,16 @@ class Bench:
             policy=policy,
         )
         self.backend = FakeBackend(latency_s)
+        self.others: list[FakeBackend] = []  # beside the host's own
+        self.absent: dict[str, str] = {}
+        self.optional: tuple[str, ...] = ()
         self.host = QuietHost()
         self.service: Service | None = None
         self.clients: list[WireClient] = []
 
     async def start(self) -> Service:
-        self.service = Service(self.config, self.backend, self.host)
+        backends = Backends([self.backend, *self.others], self.absent, self.optional)
+        self.service = Service(self.config, backends, self.host)
         await self.service.start()
         return self.service
 
@@ -74,10 +79,12 @@ async def bench(
     listen: Listen | None = None,
     policy: Policy | None = None,
     backend: FakeBackend | None = None,
+    others: Sequence[FakeBackend] = (),
 ) -> AsyncIterator[Bench]:
     """A running daemon with the fake backend; closed and removed afterwards."""
     made = Bench(limits or Limits(), latency_s, listen or Listen(), policy or Policy())
     made.backend = backend or made.backend
+    made.others = list(others)
     try:
         await made.start()
         yield made

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 
 from dsec import copy, output
 from dsec.main import cli
-from libdsec.model import Event, LayerInfo
+from libdsec.errors import Unsupported
+from libdsec.model import Event, LayerInfo, VmArgs
 from tests.unit.wire_server import WireServer, in_thread
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,43 @@ def test_run_ps_exec_stop(server, dsec):
     assert dsec("stop", name).stdout.split() == [name]
     assert dsec("ps", "-q").stdout == ""
     assert dsec("ps", "-aq").stdout.split() == [name]
+
+
+def test_run_makes_microvms(server, dsec):
+    options = ("--vcpus", "2", "--layers", "block", "--data-disk", "64", "-m", "256")
+    name = dsec("run", "--microvm", *options, "--allow", "pypi", "base/debian:12").stdout.strip()
+    info = server.sandboxes[name]
+    assert (info.backend, info.vm) == ("microvm", VmArgs(vcpus=2, layers="block", data_disk_mb=64))
+    assert (info.args.memory_limit_mb, info.args.network_rules) == (256, {"pypi": True})
+    plain = dsec("run", "base/debian:12").stdout.strip()
+    rows = {line.split()[0]: line.split() for line in dsec("ps").stdout.splitlines()}
+    assert (rows[name][2], rows[plain][2]) == ("microvm", "container")
+    assert dsec("run", "--microvm", "--rm", "base/debian:12", "echo", "hi").stdout == "hi\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--vcpus", "2"), "--vcpus is of a microVM: give --microvm"),
+        (("--layers", "pmem"), "--layers is of a microVM"),
+        (("--microvm", "--cpus", "2"), "--cpus is of a container: leave --microvm out"),
+        (("--microvm", "--upper", "memory"), "--upper is of a container"),
+        (("--microvm", "--no-new-privileges"), "--no-new-privileges is of a container"),
+        (("--microvm", "--layers", "fuse"), "'fuse' is not one of"),
+    ],
+)
+def test_run_refuses_options_of_the_other_kind(server, dsec, options, told):
+    assert told in dsec("run", *options, "base/debian:12", code=2).output
+    assert not server.sandboxes
+
+
+def test_run_says_what_a_host_without_microvms_needs(server, dsec):
+    async def refuse(call):
+        why = "qemu-system-x86_64 is not installed (vm.qemu): install qemu-system-x86"
+        raise Unsupported(f"this host has no microvm backend: {why}", reason=why)
+
+    server.on["sandbox.create"] = refuse
+    assert "install qemu-system-x86" in dsec("run", "--microvm", "base/debian:12", code=1).output
 
 
 def test_run_takes_secrets_from_a_file(server, dsec, tmp_path):

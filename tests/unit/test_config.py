@@ -51,6 +51,10 @@ def test_a_misspelt_key_is_refused_with_the_closest_name() -> None:
         ("[reclaim]\nperiod_s = 0", "reclaim.period_s"),
         ("[reclaim]\ntrim_after_s = -1", "reclaim.trim_after_s"),
         ('[reclaim]\nswap = "file"', "reclaim.swap_mb"),
+        ('[vm]\nkernel = "guest/kernel"', "vm.kernel"),
+        ('[vm]\nqemu = ""', "vm.qemu"),
+        ("[vm]\nlayers_cache_mb = -1", "vm.layers_cache_mb"),
+        ('[vm]\naccel = "xen"', "config"),
         ("[limits]\nsandboxes = 'many'", "config"),
         ("node = ", "config"),
     ],
@@ -63,6 +67,12 @@ def test_what_would_fail_or_be_unsafe_is_refused(text: str, field: str) -> None:
 
 def test_insecure_tcp_is_allowed_on_loopback_only() -> None:
     assert parse('[listen]\ntcp = "127.0.0.1:0"\ninsecure = true').listen.insecure
+
+
+def test_the_guests_kernel_is_below_the_state_unless_said_otherwise() -> None:
+    state = '[paths]\nstate = "/srv/dsec"\n'
+    assert parse(state).guest_kernel == Path("/srv/dsec/guest/kernel")
+    assert parse(state + '[vm]\nkernel = "/boot/guest"\n').guest_kernel == Path("/boot/guest")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import signal
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dsecd import __main__ as entry
-from libdsec.errors import InvalidArgument
+from dsecd.config import Config, Paths, Vm
+from libdsec.errors import InvalidArgument, Unsupported
 
 
 def test_bad_configuration_is_exit_code_2(
@@ -36,10 +38,30 @@ def test_without_root_it_says_so(
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    from dsecd.config import Config
-
     with pytest.raises(InvalidArgument, match="quantum"):
         entry.make_backend(Config(backend="quantum"))
+
+
+def test_without_qemu_or_kernel_there_are_no_microvms_and_it_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    paths = Paths(state=str(tmp_path))
+
+    def why(**vm: Any) -> str:
+        backends = entry.make_backends(Config(backend="fake", paths=paths, vm=Vm(**vm)))
+        assert backends.names == ["fake"]
+        with pytest.raises(Unsupported) as caught:
+            backends.get("microvm")
+        return caught.value.message
+
+    assert "qemu-system-x86_64 is not installed (vm.qemu)" in why()
+    with pytest.raises(Unsupported, match=r'vm\.enabled is "yes", but qemu-system'):
+        why(enabled="yes")
+    (tmp_path / "qemu").write_text("#!/bin/sh\n")
+    (tmp_path / "qemu").chmod(0o755)
+    assert f"the guest's kernel is not at {tmp_path}/guest/kernel (vm.kernel)" in why(qemu="qemu")
+    assert "turned microVMs off (vm.enabled" in why(enabled="no")
 
 
 async def test_systemd_is_told_ready_and_that_the_loop_turns() -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from dsecd.config import Limits
+from dsecd.engine.backends import Backends
 from dsecd.model import Death, Reading, parse_id
 from libdsec import model
 from libdsec.errors import (
@@ -464,7 +465,7 @@ async def test_a_second_daemon_on_the_same_state_is_refused() -> None:
         with pytest.raises(
             Unavailable, match=r"another dsecd \(pid \d+\) uses the state directory"
         ):
-            await Service(b.config, b.backend, b.host).start()
+            await Service(b.config, Backends([b.backend]), b.host).start()
 
 
 async def test_timers_cost_nothing_per_call() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from dsecd.backends.abc import Capabilities
 from dsecd.config import Limits
 from dsecd.engine.admission import Admission
 from dsecd.engine.events import Bus
@@ -130,7 +131,7 @@ def test_ids_carry_shard_node_and_epoch() -> None:
 def test_the_open_file_limit_bounds_the_number_of_sandboxes() -> None:
     host = QuietHost()
     host.files_max = 768 + 5 * 3
-    admission = Admission(Limits(), host, files_each=5)
+    admission = Admission(Limits(), host, {"container": Capabilities(files_each=5)})
     spec = compile_spec("s0-n0-1-1", DSecContainerRunArgs(container_image="x"))
     for _ in range(3):
         admission.take(spec, 0)
@@ -143,7 +144,8 @@ def test_the_open_file_limit_bounds_the_number_of_sandboxes() -> None:
 def test_rules_for_the_network_cost_files_of_their_own() -> None:
     host = QuietHost()
     host.files_max = 768 + 25
-    admission = Admission(Limits(), host, files_each=5, files_ruled=5)
+    able = Capabilities(files_each=5, files_ruled=5)
+    admission = Admission(Limits(), host, {"container": able})
     plain = compile_spec("s-n-1-a", DSecContainerRunArgs(container_image="x"))
     ruled = msgspec.structs.replace(plain, network="nat", policy=compile_policy(Policy()))
     admission.take(ruled, 0)

@@ -6,6 +6,7 @@ import pytest
 
 from dsecd.engine import own, pausing
 from dsecd.engine.manager import Manager
+from dsecd.engine.request import CONTAINERS
 from dsecd.engine.sandbox import Sandbox
 from libdsec.errors import NotFound
 from libdsec.model import DSecContainerRunArgs, Paused
@@ -25,7 +26,7 @@ def manager_of(made: Bench) -> Manager:
 
 async def create(made: Bench) -> Sandbox:
     args = DSecContainerRunArgs(container_image="base/debian:12", labels=LABELS)
-    return await own.create(manager_of(made), "", "test", args)
+    return await own.create(manager_of(made), "", "test", CONTAINERS, args)
 
 
 async def test_it_cannot_be_named_listed_or_paused() -> None:

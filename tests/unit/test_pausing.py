@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dsecd.backends.abc import Handle, Save
@@ -75,6 +76,8 @@ async def test_memory_that_stays_is_said_and_why() -> None:
 @pytest.mark.parametrize("op", ["exec", "files", "checkpoint"])
 async def test_any_call_resumes_it(op: str) -> None:
     async with bench() as made:
+        able = msgspec.structs.replace(made.backend.capabilities, checkpoints=True)
+        made.backend.capabilities = able
         client, sandbox = await one(made)
         await pause(client, sandbox.name)
         if op == "exec":

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from dsec import host, policy
 from dsec.main import cli
 from libdsec import DSecClient
-from libdsec.errors import InvalidArgument
+from libdsec.errors import InvalidArgument, Unsupported
 from libdsec.model import Event
 from libdsec.sync import DSecClientSync
 from tests.unit.engine_fixtures import Bench, bench
@@ -213,3 +213,5 @@ async def test_without_a_daemon_the_answer_is_the_same(
         asked = ["name pypi.org", "tcp 192.0.2.1 443"]
         assert await here.test_policy(asked, "swe") == await client.test_policy(asked, "swe")
     assert [row.state for row in await here.explain_policy("sealed")] == ["not enforced"] * 2
+    with pytest.raises(Unsupported, match="no microvm backend"):
+        await here.explain_policy("sealed", backend="microvm")

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dsecd.backends.abc import Capabilities
 from dsecd.backends.fake import FakeSandbox
 from dsecd.backends.spec import Spec
 from dsecd.config import Limits, Reclaim
@@ -179,7 +180,7 @@ def admission(used: float, relief: int) -> Admission:
         tasks=1,
         tasks_max=1 << 20,
     )
-    made = Admission(Limits(), host, reserve_bytes=16 * MIB)
+    made = Admission(Limits(), host, {"container": Capabilities()}, reserve_bytes=16 * MIB)
     made.bound_by(0.85, lambda: relief)
     return made
 

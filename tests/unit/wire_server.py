@@ -226,23 +226,30 @@ class WireServer:
         call.peer.greeted = True
         return model.Welcome(protocol=wire.PROTOCOL, server="dsecd/test", node="n1")
 
-    def make(self, key: str, args: model.DSecContainerRunArgs) -> model.SandboxInfo:
+    def make(
+        self,
+        key: str,
+        args: model.DSecContainerRunArgs,
+        backend: str = model.CONTAINER,
+        vm: model.VmArgs | None = None,
+    ) -> model.SandboxInfo:
         if key not in self.keys:
             if args.container_image == "missing":
                 raise NotFound("no layer named missing")
             sandbox_id = f"n1-{len(self.keys) + 1}"
             self.keys[key] = sandbox_id
             (self.root / sandbox_id).mkdir()
-            self.sandboxes[sandbox_id] = model.SandboxInfo(
+            self.sandboxes[sandbox_id] = model.MicroVMInfo(
                 id=sandbox_id, state="running", image=args.container_image,
                 created_at=time.time(), labels=args.labels, args=args,
+                backend=backend, vm=vm,
             )  # fmt: skip
         return self.sandboxes[self.keys[key]]
 
     async def create(self, call: ServerCall) -> model.SandboxInfo:
         args = call.args(model.CreateArgs)
         await asyncio.sleep(self.create_delay_s)
-        return self.make(args.key, args.args)
+        return self.make(args.key, args.args, args.backend, args.vm)
 
     async def create_many(self, call: ServerCall) -> None:
         args = call.args(model.CreateManyArgs)
@@ -252,7 +259,7 @@ class WireServer:
                 error = to_wire(InvalidArgument("made to fail"))
                 await call.send(model.Created(key=key, error=error))
                 continue
-            info = self.make(key, args.args)
+            info = self.make(key, args.args, args.backend, args.vm)
             try:
                 await call.send(model.Created(key=key, info=info))
             except asyncio.CancelledError:

@@ -23,6 +23,7 @@ from dsecd.engine import cpu, pausing, snapshots, usage
 from dsecd.engine import verify as grading
 from dsecd.engine.fncall import Pools
 from dsecd.engine.manager import Manager
+from dsecd.engine.request import Kind
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.signing import Signer
 from dsecd.images.tool import Report, unreported
@@ -106,13 +107,13 @@ class Operations:
     async def _create(
         self, call: LocalCall, args: model.CreateArgs, report: Report = unreported
     ) -> model.SandboxInfo:
-        owner = _owner(call)
+        owner, kind = _owner(call), _kind(args)
         try:
             if args.timeout_s is None:
-                sandbox = await self._manager.create(owner, args.key, args.args, report)
+                sandbox = await self._manager.create(owner, args.key, kind, args.args, report)
             else:
                 async with asyncio.timeout(args.timeout_s):
-                    sandbox = await self._manager.create(owner, args.key, args.args, report)
+                    sandbox = await self._manager.create(owner, args.key, kind, args.args, report)
         except TimeoutError:
             self._give_up(owner, args.key, 0.0)
             raise Timeout(f"not running after {args.timeout_s:g} s; the create is undone") from None
@@ -129,7 +130,7 @@ class Operations:
         pending = set(args.keys)
         try:
             async with asyncio.timeout(args.timeout_s):
-                batch = self._manager.create_many(owner, args.keys, args.args)
+                batch = self._manager.create_many(owner, args.keys, _kind(args), args.args)
                 async with contextlib.aclosing(batch) as outcomes:
                     async for key, outcome in outcomes:
                         await call.send(_created(key, outcome))
@@ -201,8 +202,8 @@ class Operations:
         return await snapshots.checkpoint(self._manager, args.id)
 
     def checkpoints(self, call: LocalCall, args: model.SandboxRef) -> list[model.Checkpoint]:
-        handle = self._manager.get(args.id).handle
-        return self._manager.backend.checkpoints(handle) if handle is not None else []
+        sandbox = self._manager.get(args.id)
+        return sandbox.backend.checkpoints(sandbox.handle) if sandbox.handle is not None else []
 
     async def rollback(self, call: LocalCall, args: model.CheckpointRef) -> model.Checkpoint:
         return await snapshots.rollback(self._manager, args.id, args.checkpoint)
@@ -239,7 +240,7 @@ class Operations:
 
     async def check(self, call: LocalCall, args: msgspec.Raw) -> list[model.Feature]:
         # the first time, features are tried in a process of their own: seconds
-        return await asyncio.to_thread(self._manager.backend.features)
+        return await asyncio.to_thread(self._manager.backends.features)
 
     def stats(self, call: LocalCall, args: msgspec.Raw) -> model.HostStats:
         admission = self._manager.admission
@@ -263,35 +264,39 @@ class Operations:
         )
 
     async def layer_list(self, call: LocalCall, args: msgspec.Raw) -> list[model.LayerInfo]:
-        return await self._manager.backend.layers().list()
+        return await self._manager.backends.own.layers().list()
 
     async def layer_get(self, call: LocalCall, args: model.LayerRef) -> model.LayerInfo:
-        return await self._manager.backend.layers().get(args.name)
+        return await self._manager.backends.own.layers().get(args.name)
 
     async def layer_import(self, call: LocalCall, args: model.LayerImport) -> model.LayerInfo:
-        layers = self._manager.backend.layers()
+        layers = self._manager.backends.own.layers()
         if not args.progress:
             return await layers.import_(args)
         async with told(call) as report:
             return await layers.import_(args, report)
 
     async def layer_collapse(self, call: LocalCall, args: model.LayerCollapse) -> model.LayerInfo:
-        layers = self._manager.backend.layers()
+        layers = self._manager.backends.own.layers()
         if not args.progress:
             return await layers.collapse(args)
         async with told(call) as report:
             return await layers.collapse(args, report)
 
     async def layer_remove(self, call: LocalCall, args: model.LayerRef) -> None:
-        await self._manager.backend.layers().remove(args.name)
+        await self._manager.backends.own.layers().remove(args.name)
 
     async def layer_collect(self, call: LocalCall, args: model.CollectArgs) -> model.Collected:
-        return await self._manager.backend.layers().collect(args.grace_s, args.wait_s)
+        return await self._manager.backends.own.layers().collect(args.grace_s, args.wait_s)
 
 
 def _owner(call: LocalCall) -> str:
     principal = call.connection.principal
     return principal.name if principal is not None else ""
+
+
+def _kind(args: model.CreateArgs | model.CreateManyArgs) -> Kind:
+    return Kind(backend=args.backend, vm=args.vm)
 
 
 def _hand_over(call: LocalCall, sandbox: Sandbox) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from dsecd.api.local import LocalCall
 from dsecd.engine import network
+from dsecd.engine.backends import Backends
 from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account, Policies
 from dsecd.policy import questions
@@ -42,7 +43,7 @@ class PolicyOperations:
         return await check(self._manager.policies, args)
 
     async def explain(self, call: LocalCall, args: model.PolicyArgs) -> list[model.PolicyRow]:
-        return await explain(self._manager.policies, args)
+        return await explain(self._manager.policies, self._manager.backends, args)
 
     async def test(self, call: LocalCall, args: model.PolicyTest) -> list[model.PolicyAnswer]:
         return await test(self._manager.policies, args)
@@ -73,9 +74,14 @@ async def check(policies: Policies, args: model.PolicyArgs) -> model.PolicySumma
     )
 
 
-async def explain(policies: Policies, args: model.PolicyArgs) -> list[model.PolicyRow]:
-    """Return what becomes of a policy on this host. Raises `InvalidArgument`."""
-    account = await policies.ready(args)
+async def explain(
+    policies: Policies, backends: Backends, args: model.PolicyArgs
+) -> list[model.PolicyRow]:
+    """Return what becomes of a policy in a sandbox of a backend on this host.
+
+    Raises `InvalidArgument`, `Unsupported` for a backend that this host has not.
+    """
+    account = await policies.ready(args, backend=backends.get(args.backend))
     return [] if account is None else rows(account)
 
 

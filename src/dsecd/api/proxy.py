@@ -218,7 +218,7 @@ class ProxiedCall:
         ending = outcome.ending(result)
         if ending is None or ending.exit_code == 0:
             return result
-        disk_full = ending.disk_full or self._manager.disk_full(sandbox)
+        disk_full = ending.disk_full or sandbox.disk_full()
         if disk_full:
             self._manager.events.emit(sandbox.id, "disk_full", command=self._cid)
         oom = self._manager.refresh_oom(sandbox) > self._oom

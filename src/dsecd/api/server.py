@@ -141,7 +141,7 @@ class Server:
                 protocol=wire.PROTOCOL,
                 server=f"dsecd/{__version__}",
                 node=self._config.node,
-                capabilities=[self._manager.backend.name],
+                capabilities=self._manager.backends.names,
             )
         )
 

@@ -27,6 +27,11 @@ A failed or cancelled `create` may leave things behind: the engine calls `destro
 is one way to undo whatever stage was reached. A handle is destroyed until that succeeds: `destroy`
 may raise `DSecError`, and is then tried again later.
 
+A daemon may have several backends (`engine.backends`). One may be made of another: it is given that
+one's `Backend`, and nobody else uses what it makes there, under the same sandbox id. Whatever the
+inner one reports for it reaches the engine as the sandbox's own. Each is started after what it is
+made of, and closed before it.
+
 Worked example (`fake.py` is a complete one): a backend for WebAssembly would put its module's
 digest and memory reservation in the handle, start the instance in a worker process in `create`,
 report the worker's exit through `listener.died`, and declare ``Capabilities(network=("none",),
@@ -80,6 +85,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     survives_daemon: bool = False  # sandboxes live on when the daemon ends
     oom: bool = False  # reports OOM kills
     layers: bool = False
+    vm: bool = False  # its sandboxes have a kernel of their own: it takes `Spec.vm`
+    checkpoints: bool = False  # checkpoint, rollback, sandboxes that begin with a checkpoint
+    pack: bool = False  # `pack_diff`, and `keep`, which grading needs
+    streams: bool = False  # `open_stream`, which function calls need
     shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     files_ruled: int = 0  # and that one with rules for its network costs beyond
@@ -248,7 +257,11 @@ class Backend(Protocol):
         """Re-adopt a live sandbox, or None when it is dead."""
 
     async def sweep(self, known: Collection[str]) -> Iterable[str]:
-        """Remove left-overs of sandboxes not in `known`; return what was removed, for the log."""
+        """Remove left-overs of sandboxes not in `known`; return what was removed, for the log.
+
+        `known` are all that live, those of other backends, too. What a backend left that is not
+        configured any more is the host's own backend's to remove.
+        """
 
     async def usage(self, handle: Handle) -> Usage: ...
 
@@ -316,8 +329,10 @@ class Backend(Protocol):
     def pools(self) -> Mapping[str, float]:
         """Depth of each pool, for metrics."""
 
-    def features(self) -> list[Feature]: ...
+    def features(self) -> list[Feature]:
+        """Return what was tried here, with all that its `mechanisms` need."""
+
     def layers(self) -> Layers: ...
 
     async def close(self) -> None:
-        """End helpers and pools; live sandboxes are left alone."""
+        """End helpers and pools, if it was started; live sandboxes are left alone."""

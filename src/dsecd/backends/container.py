@@ -62,7 +62,8 @@ class ContainerBackend:
     def __init__(self, config: Config) -> None:
         self.capabilities = Capabilities(
             network=("none", "nat"), survives_daemon=True, oom=True, layers=True, secrets=True,
-            files_each=5, files_ruled=5, trim=True, pause=True,
+            files_each=5, files_ruled=5, trim=True, pause=True, checkpoints=True, pack=True,
+            streams=True,
             # where the probe finds what they need
             mechanisms=(
                 "netns", "seccomp", "mounts", "landlock", "apparmor", "bpf_lsm", "bpf_cgroup",

@@ -29,13 +29,13 @@ from dsecd.backends.abc import (
     Usage,
     Warmth,
 )
+from dsecd.backends.fake_layers import FakeLayers
 from dsecd.backends.spec import Spec
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import wire
 from libdsec.errors import (
-    AlreadyExists,
     DSecError,
     Exhausted,
     InvalidArgument,
@@ -47,16 +47,12 @@ from libdsec.errors import (
 )
 from libdsec.model import (
     Checkpoint,
-    Collected,
     CommandInfo,
     CommandResult,
     CpuClass,
     ExecArgs,
     Feature,
     FileStat,
-    LayerCollapse,
-    LayerImport,
-    LayerInfo,
     Output,
     PackArgs,
     Packed,
@@ -66,46 +62,8 @@ from libdsec.model import (
     WriteArgs,
 )
 
+CAPABILITIES = Capabilities(network=("none",), oom=True, layers=True, trim=True, pause=True)
 _CHUNK = 64 << 10
-
-
-class FakeLayers:
-    """Names only."""
-
-    def __init__(self) -> None:
-        self.known: dict[str, LayerInfo] = {}
-
-    async def list(self) -> list[LayerInfo]:
-        return list(self.known.values())
-
-    async def get(self, name: str) -> LayerInfo:
-        if name not in self.known:
-            raise NotFound(f"no layer {name!r}")
-        return self.known[name]
-
-    async def import_(self, args: LayerImport, report: Report = unreported) -> LayerInfo:
-        if args.name in self.known and not args.replace:
-            raise AlreadyExists(f"layer {args.name!r} exists")
-        for done in range(100):
-            report("reading", done, 100)
-        digest = f"fake:{args.source}"
-        info = LayerInfo(name=args.name, digest=digest, size_bytes=0, created_at=time.time())
-        self.known[args.name] = info
-        return info
-
-    async def collapse(self, args: LayerCollapse, report: Report = unreported) -> LayerInfo:
-        made = LayerImport(name=args.to, source=args.name, replace=args.replace)
-        return await self.import_(made, report)
-
-    async def remove(self, name: str) -> None:
-        if self.known.pop(name, None) is None:
-            raise NotFound(f"no layer {name!r}")
-
-    async def stats(self) -> dict[str, float]:
-        return {}
-
-    async def collect(self, grace_s: float | None, wait_s: float | None) -> Collected:
-        return Collected(marked=0, deleted=0, freed_bytes=0)
 
 
 class FakeCall:
@@ -343,13 +301,18 @@ class FakeSandbox:
 
 
 class FakeBackend:
-    """See the module's docstring. `latency_s` is the time a create takes."""
+    """See the module's docstring. `latency_s` is the time a create takes.
 
-    name = "fake"
-    capabilities = Capabilities(network=("none",), oom=True, layers=True, trim=True, pause=True)
+    A second one, with another name and capabilities, stands in for a second kind of sandbox.
+    """
 
-    def __init__(self, latency_s: float = 0.0) -> None:
-        self.latency_s = latency_s
+    def __init__(
+        self,
+        latency_s: float = 0.0,
+        name: str = "fake",
+        capabilities: Capabilities = CAPABILITIES,
+    ) -> None:
+        self.latency_s, self.name, self.capabilities = latency_s, name, capabilities
         self.sandboxes: dict[str, FakeSandbox] = {}
         self.prepared: set[str] = set()
         self._layers = FakeLayers()
@@ -446,25 +409,25 @@ class FakeBackend:
         return ("fake: no CPU is shared",) if cpu_class != "standard" else ()
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
-        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+        raise Unsupported(f"the {self.name} backend keeps no checkpoints", reason="fake")
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
-        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+        raise Unsupported(f"the {self.name} backend keeps no checkpoints", reason="fake")
 
     async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
-        raise Unsupported("the fake backend keeps no checkpoints", reason="fake")
+        raise Unsupported(f"the {self.name} backend keeps no checkpoints", reason="fake")
 
     def checkpoints(self, handle: Handle) -> list[Checkpoint]:
         return []
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
-        raise Unsupported("the fake backend keeps no layers", reason="fake")
+        raise Unsupported(f"the {self.name} backend keeps no layers", reason="fake")
 
     async def keep(self, handle: Handle, args: KeepArgs) -> Kept:
-        raise Unsupported("the fake backend keeps no layers", reason="fake")
+        raise Unsupported(f"the {self.name} backend keeps no layers", reason="fake")
 
     async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
-        raise Unsupported(f"the fake backend has no {op}", reason="fake")
+        raise Unsupported(f"the {self.name} backend has no {op}", reason="fake")
 
     def oom_kills(self, handle: Handle) -> int:
         sandbox = self.sandboxes.get(handle.sandbox)

@@ -9,13 +9,27 @@ import msgspec
 from dsecd.host.plan import Bind
 from dsecd.policy.compile import Compiled
 from dsecd.secrets.secret import Secret
+from libdsec.model import CONTAINER
+from libdsec.model_vm import VmLayers
+
+
+class VmSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What only a sandbox with a kernel of its own has; its memory is that of the guest."""
+
+    vcpus: int
+    layers: VmLayers
+    data_disk_bytes: int  # 0: none
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A validated create request, in the units of the kernel.
 
-    With `network` "none" and a policy the policy opens nothing.
+    With `network` "none" and a policy the policy opens nothing. `vm` is given to a backend whose
+    `Capabilities.vm` says so, and to no other.
     """
+
+    backend: str = CONTAINER  # its name
+    vm: VmSpec | None = None
 
     image: str
     workspace: str = ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from dsecd.backends.abc import Capabilities
 from dsecd.backends.spec import Spec
 from dsecd.config import Limits
 from dsecd.model import Reading
@@ -31,17 +32,15 @@ class Admission:
         self,
         limits: Limits,
         host: Host,
-        files_each: int = 0,
-        files_ruled: int = 0,
+        backends: Mapping[str, Capabilities],
         reserve_bytes: int = 0,
     ) -> None:
-        """`files_each` is how many descriptors of this process a sandbox costs, `files_ruled` how
-        many more one with rules for its network does. `reserve_bytes` is the memory that a new one
-        is sure to take soon."""
+        """`backends` say, by name, how many descriptors of this process a sandbox of theirs costs.
+        `reserve_bytes` is the memory that a new one is sure to take soon."""
         self.limits, self.host = limits, host
-        self._files_each, self._files_ruled, self._files = files_each, files_ruled, 0
+        self._backends, self._files = backends, 0
         self.sandboxes_max = limits.sandboxes
-        if files_each:
+        if files_each := min(able.files_each for able in backends.values()):
             affordable = max(1, (host.files_max - FILES_RESERVE) // files_each)
             self.sandboxes_max = min(limits.sandboxes, affordable)
         self.sandboxes = 0
@@ -122,8 +121,9 @@ class Admission:
         self.cpu_requested -= spec.cpu_cores
 
     def _cost(self, spec: Spec) -> int:
+        able = self._backends[spec.backend]
         ruled = spec.network != "none" and spec.policy is not None
-        return self._files_each + self._files_ruled * ruled
+        return able.files_each + able.files_ruled * ruled
 
     def _check_memory(self, spec: Spec, reading: Reading, creating: int) -> None:
         limits = self.limits

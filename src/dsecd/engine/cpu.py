@@ -22,7 +22,7 @@ async def set_cpu_class(manager: Manager, args: SetCpuClass) -> SandboxInfo:
             await manager.journal.write(sandbox.row("running"))
             if sandbox.state not in ALIVE:
                 raise WrongState(f"sandbox {args.id} is {sandbox.state}", state=sandbox.state)
-            sandbox.cpu_notes = await manager.backend.set_cpu_class(sandbox.handle, args.cpu_class)
+            sandbox.cpu_notes = await sandbox.backend.set_cpu_class(sandbox.handle, args.cpu_class)
         except BaseException:
             sandbox.cpu_class = former
             if sandbox.state in ALIVE:

@@ -9,6 +9,7 @@ import msgspec
 from dsecd.backends.fncall_stream import Answer, Asked, Stream
 from dsecd.engine import own
 from dsecd.engine.manager import Manager
+from dsecd.engine.request import Kind
 from dsecd.engine.sandbox import Sandbox
 from libdsec.model import DSecContainerRunArgs
 
@@ -36,11 +37,13 @@ class Worker:
 
         Raises what making a sandbox raises, and what `Stream.open` does.
         """
-        sandbox = await own.create(manager, wanted.owner, "fncall", wanted.worker)
+        backend = manager.backends.streaming()
+        kind = Kind(backend=backend.name)
+        sandbox = await own.create(manager, wanted.owner, "fncall", kind, wanted.worker)
         try:
             assert sandbox.handle is not None
             stream = await Stream.open(
-                manager.backend, sandbox.handle, wanted.imports, wanted.files_bytes,
+                backend, sandbox.handle, wanted.imports, wanted.files_bytes,
                 network=bool(sandbox.address),
             )  # fmt: skip
         except BaseException:

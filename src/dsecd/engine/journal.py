@@ -24,7 +24,7 @@ from typing import Literal
 import msgspec
 
 from libdsec.errors import Internal
-from libdsec.model import CpuClass, DSecContainerRunArgs
+from libdsec.model import CONTAINER, CpuClass, DSecContainerRunArgs, VmArgs
 
 SCHEMA_VERSION = 1
 CHECKPOINT_BYTES = 4 << 20  # of WAL, before it is moved into the database
@@ -54,6 +54,8 @@ class Row(msgspec.Struct, kw_only=True):
     ended_at: float | None = None
     idle_s: float | None = None
     args: DSecContainerRunArgs
+    backend: str = CONTAINER  # its name; rows of a daemon that knew no other have none
+    vm: VmArgs | None = None
     sealed: bytes = b""  # tells whether other secrets are asked for; the values are not here
     handle: bytes = b""
     address: str = ""

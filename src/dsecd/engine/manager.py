@@ -15,15 +15,16 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable
 
 from dsecd import log
-from dsecd.backends.abc import Backend, Instance
+from dsecd.backends.abc import Instance
 from dsecd.config import Config
 from dsecd.engine.admission import Admission, Host
+from dsecd.engine.backends import Backends
 from dsecd.engine.events import Bus
 from dsecd.engine.grants import granted, spent
 from dsecd.engine.journal import Journal
 from dsecd.engine.lifecycle import ALIVE, FINAL
 from dsecd.engine.policies import Policies
-from dsecd.engine.request import check_key, check_offered, compile_spec
+from dsecd.engine.request import Kind, check_key, check_offered, compile_spec, settle
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.timer import Timer
 from dsecd.engine.waiter import completed, report_to
@@ -56,19 +57,17 @@ class Manager:
     def __init__(
         self,
         config: Config,
-        backend: Backend,
+        backends: Backends,
         journal: Journal,
         host: Host,
         registry: Registry,
         step: Step = no_step,
     ) -> None:
-        self.config, self.backend, self.journal, self.registry = config, backend, journal, registry
-        able = backend.capabilities
-        self.admission = Admission(
-            config.limits, host, able.files_each, able.files_ruled,
-            reserve_bytes=config.reclaim.reserve_new_mb << 20,
-        )  # fmt: skip
-        self.policies = Policies(config.policy, backend)
+        self.config, self.backends, self.journal = config, backends, journal
+        self.registry = registry
+        able, reserve = backends.capabilities(), config.reclaim.reserve_new_mb << 20
+        self.admission = Admission(config.limits, host, able, reserve)
+        self.policies = Policies(config.policy, backends.own)
         self.events = Bus(on_drop=registry.events_dropped.add)
         self.live: dict[str, Sandbox] = {}
         self.ended: OrderedDict[str, Sandbox] = OrderedDict()
@@ -84,7 +83,12 @@ class Manager:
     # --- create ---------------------------------------------------------------------------------
 
     async def create(
-        self, owner: str, key: str, args: DSecContainerRunArgs, report: Report = unreported
+        self,
+        owner: str,
+        key: str,
+        kind: Kind,
+        args: DSecContainerRunArgs,
+        report: Report = unreported,
     ) -> Sandbox:
         """Return the running sandbox of `key`, made now or before.
 
@@ -92,8 +96,8 @@ class Manager:
         itself: see `abandon`. Raises what admission, the request's check or the backend raise; a
         failed create frees its key.
         """
-        await self.policies.ready(args, args.strict)
-        sandbox = self.request(owner, key, args)
+        await self.policies.ready(args, args.strict, self.backends.get(kind.backend))
+        sandbox = self.request(owner, key, kind, args)
         sandbox.report = report
         sandbox.waiters += 1
         sandbox.claim_deadline = None
@@ -105,24 +109,26 @@ class Manager:
         sandbox.ready.result()
         return sandbox
 
-    def request(self, owner: str, key: str, args: DSecContainerRunArgs) -> Sandbox:
+    def request(self, owner: str, key: str, kind: Kind, args: DSecContainerRunArgs) -> Sandbox:
         """Begin the create of `key`, or return the sandbox that has it, in whatever state."""
+        backend = self.backends.get(kind.backend)
+        kind = settle(kind, backend)
         known = self._by_key.get((owner, key))
         if known is not None:
-            if not known.asked(args):
+            if not known.asked(kind, args):
                 raise AlreadyExists(f"key {key!r} was used for a different request", id=known.id)
             return known
         check_key(key)
         if self._closing:
             raise Unavailable("dsecd is shutting down")
         name = make_id(self.config.shard, self.config.node, self.epoch, self._serial)
-        account = self.policies.get(args, args.strict)
-        spec = granted(compile_spec(name, args, account), args, self.backend)
-        check_offered(spec, self.backend)
+        account = self.policies.get(args, args.strict, backend)
+        spec = granted(compile_spec(name, args, account, kind), args, backend)
+        check_offered(spec, backend)
         self.admission.take(spec, self.creating)
         self._serial += 1
-        sandbox = Sandbox(name, key, owner, args, spec, asyncio.get_running_loop().time())
-        sandbox.backend, sandbox.node = self.backend.name, self.config.node
+        sandbox = Sandbox(name, key, owner, args, spec, backend, kind)
+        sandbox.node = self.config.node
         sandbox.idle_s = args.ttl_running_stop or self.config.limits.default_idle_s or None
         sandbox.account = account
         self.live[name] = sandbox
@@ -135,7 +141,7 @@ class Manager:
         log.sandbox.set(sandbox.id)
         error: DSecError | None = None
         try:
-            if not self.backend.located(sandbox.spec):
+            if not sandbox.backend.located(sandbox.spec):
                 await self._pull(sandbox)
             async with self._gate:
                 if sandbox.state == "creating":
@@ -161,7 +167,7 @@ class Manager:
 
     async def _pull(self, sandbox: Sandbox) -> None:
         """Have a registry's image imported. That may take minutes, in which others are made."""
-        sandbox.pull = asyncio.ensure_future(self.backend.pull(sandbox.spec, sandbox.tell))
+        sandbox.pull = asyncio.ensure_future(sandbox.backend.pull(sandbox.spec, sandbox.tell))
         try:
             await sandbox.pull
         except asyncio.CancelledError:
@@ -171,22 +177,22 @@ class Manager:
             sandbox.pull = None
 
     async def _make(self, sandbox: Sandbox) -> None:
-        if not self.backend.located(sandbox.spec):
-            await self.backend.locate(sandbox.spec)
-        sandbox.handle = handle = self.backend.prepare(sandbox.id, sandbox.spec)
+        backend = sandbox.backend
+        if not backend.located(sandbox.spec):
+            await backend.locate(sandbox.spec)
+        sandbox.handle = handle = backend.prepare(sandbox.id, sandbox.spec)
         try:
             self._step("prepared")
             await self.journal.write(sandbox.row("intent", claimed=False))
         except BaseException:
-            self.backend.release(handle)
+            backend.release(handle)
             sandbox.handle = None
             raise
         self._step("intent")
-        instance = await self.backend.create(handle, sandbox.spec)
+        instance = await backend.create(handle, sandbox.spec)
         self._install(sandbox, instance)
         if sandbox.cpu_class != "standard":
-            cpu_class = sandbox.cpu_class
-            sandbox.cpu_notes = await self.backend.set_cpu_class(instance.handle, cpu_class)
+            sandbox.cpu_notes = await backend.set_cpu_class(instance.handle, sandbox.cpu_class)
         if instance.steps_us:
             log.event(logger, logging.DEBUG, "steps", **instance.steps_us)
         self._step("created")
@@ -237,15 +243,15 @@ class Manager:
             self._timer.watch(sandbox.id, deadline[0])
 
     async def create_many(
-        self, owner: str, keys: list[str], args: DSecContainerRunArgs
+        self, owner: str, keys: list[str], kind: Kind, args: DSecContainerRunArgs
     ) -> AsyncGenerator[tuple[str, Sandbox | DSecError], None]:
         """Yield each key with its sandbox or error, in order of completion."""
         done: asyncio.Queue[tuple[str, Sandbox | DSecError]] = asyncio.Queue()
         made: list[Sandbox] = []
-        await self.policies.ready(args, args.strict)
+        await self.policies.ready(args, args.strict, self.backends.get(kind.backend))
         for key in keys:
             try:
-                sandbox = self.request(owner, key, args)
+                sandbox = self.request(owner, key, kind, args)
             except DSecError as error:
                 done.put_nowait((key, error))
                 continue
@@ -359,7 +365,7 @@ class Manager:
         handle, (delay, longest) = sandbox.handle, DESTROY_RETRY_S
         while handle is not None:
             try:
-                await self.backend.destroy(handle)
+                await sandbox.backend.destroy(handle)
                 break
             except Exception as error:
                 log.event(logger, logging.ERROR, "destroy failed, will retry", why=repr(error))
@@ -440,13 +446,9 @@ class Manager:
 
     def refresh_oom(self, sandbox: Sandbox) -> int:
         """Return the number of OOM kills so far, read now."""
-        if sandbox.handle is not None and self.backend.capabilities.oom:
-            self.oom(sandbox.id, self.backend.oom_kills(sandbox.handle))
+        if sandbox.handle is not None and sandbox.backend.capabilities.oom:
+            self.oom(sandbox.id, sandbox.backend.oom_kills(sandbox.handle))
         return sandbox.oom_kills
-
-    def disk_full(self, sandbox: Sandbox) -> bool:
-        """Return whether a quota leaves the sandbox's upper no room, read now."""
-        return sandbox.handle is not None and self.backend.disk_full(sandbox.handle)
 
     def _look(self, name: str) -> float | None:
         """The timer asks: end the sandbox if its time has come, else say when to ask again."""
@@ -475,12 +477,11 @@ class Manager:
             self.admission.count(sandbox.spec)
 
     async def close(self, keep: bool) -> None:
-        """End the engine. `keep`: running sandboxes stay for the next daemon."""
+        """End the engine. `keep`: running sandboxes that can stay for the next daemon."""
         self._closing = True
         self._timer.close()
-        keep = keep and self.backend.capabilities.survives_daemon
-        if not keep:
-            for sandbox in list(self.live.values()):
+        for sandbox in list(self.live.values()):
+            if not (keep and sandbox.backend.capabilities.survives_daemon):
                 self.begin_stop(sandbox, "dsecd was stopped")
         tasks = [s.task for s in self.live.values() if s.task is not None]
         if tasks:
@@ -494,5 +495,5 @@ class Manager:
             if sandbox.channel is not None:
                 sandbox.channel.close()
         self.events.close()
-        await self.backend.close()
+        await self.backends.close()
         self.journal.close()

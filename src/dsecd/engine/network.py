@@ -20,7 +20,9 @@ async def update_network(manager: Manager, args: UpdateNetwork) -> SandboxInfo:
     for a sandbox without a network, `Unsupported` with `strict`; the former rules then stay.
     """
     async with exclusive(manager, args.id) as (sandbox, handle):
-        account = await manager.policies.changed(sandbox.account, args, args.strict)
+        account = await manager.policies.changed(
+            sandbox.backend, sandbox.account, args, args.strict
+        )
         await _replace(manager, sandbox, handle, account)
     manager.events.emit(sandbox.id, "policy", unenforced=str(len(account.notes)))
     return sandbox.info()
@@ -34,7 +36,7 @@ async def _replace(manager: Manager, sandbox: Sandbox, handle: Handle, account: 
         await sandbox.save(manager.journal, now)
 
     try:
-        await manager.backend.update_network(handle, account.compiled.net, journal)
+        await sandbox.backend.update_network(handle, account.compiled.net, journal)
     except BaseException:
         sandbox.account = former
         if sandbox.state in ALIVE:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import secrets
 
 from dsecd.engine.manager import Manager
+from dsecd.engine.request import Kind
 from dsecd.engine.sandbox import Sandbox
 from libdsec.model import DSecContainerRunArgs
 
 
-async def create(manager: Manager, owner: str, purpose: str, args: DSecContainerRunArgs) -> Sandbox:
+async def create(
+    manager: Manager, owner: str, purpose: str, kind: Kind, args: DSecContainerRunArgs
+) -> Sandbox:
     """Return a new running sandbox, in use until `end`. Raises what making a sandbox raises."""
     key = f"{purpose}-{secrets.token_hex(16)}"
-    await manager.policies.ready(args, args.strict)
-    sandbox = manager.request(owner, key, args)
+    await manager.policies.ready(args, args.strict, manager.backends.get(kind.backend))
+    sandbox = manager.request(owner, key, kind, args)
     sandbox.own = True  # before anything of it is journalled
     try:
-        await manager.create(owner, key, args)
+        await manager.create(owner, key, kind, args)
         manager.use(sandbox)
     except BaseException:
         manager.begin_stop(sandbox, f"{purpose}: given up")

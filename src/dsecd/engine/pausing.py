@@ -16,12 +16,13 @@ import logging
 
 from dsecd import log
 from dsecd.backends.abc import Handle
+from dsecd.engine.backends import require
 from dsecd.engine.journal import PausedBy
 from dsecd.engine.lifecycle import ALIVE
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.waiter import completed, each
-from libdsec.errors import DSecError, InvalidArgument, Unsupported, to_wire
+from libdsec.errors import DSecError, InvalidArgument, to_wire
 from libdsec.model import Paused, Resumed
 
 logger = logging.getLogger("dsecd.engine")
@@ -38,13 +39,12 @@ async def pause(
     One that is paused already is paged out further. `by` "idle" does nothing to a sandbox with an
     open call. Raises `NotFound`, `WrongState`, `Unsupported`.
     """
-    if not manager.backend.capabilities.pause:
-        raise Unsupported(f"the {manager.backend.name} backend cannot pause", reason="backend")
+    sandbox = manager.get(name)
+    require(sandbox.backend, "pause")
     if target_bytes is not None and target_bytes < 0:
         raise InvalidArgument("target_bytes: 0 or more, or none", field="target_bytes")
-    sandbox = manager.get(name)
     handle = _alive(sandbox)
-    before = manager.backend.warmth(handle).memory_bytes
+    before = sandbox.backend.warmth(handle).memory_bytes
     # the engine's own work: a caller that goes away leaves no sandbox half frozen
     freezing = asyncio.create_task(_freeze(manager, sandbox, by))
     await completed(freezing)
@@ -98,7 +98,7 @@ async def thaw(manager: Manager, sandbox: Sandbox) -> None:
     by, sandbox.paused_by = sandbox.paused_by, ""
     sandbox.move("resume")  # at once: a call may be answered before we hear of the thaw
     try:
-        await manager.backend.resume(sandbox.handle, lambda now: sandbox.save(manager.journal, now))
+        await sandbox.backend.resume(sandbox.handle, lambda now: sandbox.save(manager.journal, now))
     except BaseException:
         if sandbox.state in ALIVE:
             sandbox.move("pause")
@@ -126,7 +126,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
         entered, sandbox.paused_by = sandbox.entered, by
         try:
             with log.about(sandbox.id):
-                await manager.backend.pause(handle, lambda now: sandbox.save(manager.journal, now))
+                await sandbox.backend.pause(handle, lambda now: sandbox.save(manager.journal, now))
         except BaseException:
             sandbox.paused_by = ""
             raise
@@ -140,7 +140,7 @@ async def _freeze(manager: Manager, sandbox: Sandbox, by: PausedBy) -> None:
 
 async def _shrink(manager: Manager, sandbox: Sandbox, before: int, target_bytes: int) -> Paused:
     """Page out step by step, for as long as it stays paused; returns what that gave."""
-    backend, handle = manager.backend, _alive(sandbox)
+    backend, handle = sandbox.backend, _alive(sandbox)
     now, notes = backend.warmth(handle).memory_bytes, list[str]()
     while sandbox.state == "paused" and now > target_bytes and backend.capabilities.trim:
         step = min(now - target_bytes, STEP_BYTES)

@@ -156,10 +156,13 @@ def operator_policy(name: str) -> Policy | None:
 
 
 class Policies:
-    """The policies of one daemon, by their content."""
+    """The policies of one daemon, by their content and by what enforces them.
 
-    def __init__(self, settings: config.Policy, backend: Backend) -> None:
-        self._backend = backend
+    `own` is the host's backend, which is meant where none is given.
+    """
+
+    def __init__(self, settings: config.Policy, own: Backend) -> None:
+        self._own = own
         self._services = host_catalogue(settings.catalogue)
         self._default = operator_policy(settings.default)
         if self._default is not None:
@@ -171,28 +174,34 @@ class Policies:
         self._known: OrderedDict[bytes, Account] = OrderedDict()
         self._coming: dict[bytes, asyncio.Future[Account]] = {}
         self._lock = threading.Lock()  # one at a time: the first has the host probed
-        self._table: list[Feature] = []  # of the host; [] before it was probed
-        self._hosts: dict[tuple[str, ...], Host] = {}  # by what is applied
+        self._tables: dict[str, list[Feature]] = {}  # by backend, once it was asked
+        self._hosts: dict[tuple[str, tuple[str, ...]], Host] = {}  # by backend and what it applies
 
-    def get(self, asked: Asked, strict: bool = False) -> Account | None:
-        """Return the policy of a request on this host, None when there is none.
+    def get(
+        self, asked: Asked, strict: bool = False, backend: Backend | None = None
+    ) -> Account | None:
+        """Return the policy of a request in `backend`, None when there is none.
 
         Made now when it is not kept. Raises `InvalidArgument`, and `Unsupported` with `strict` when
         something of it is not fully enforced.
         """
-        key = self._key(asked)
+        backend = backend or self._own
+        key = self._key(backend, asked)
         if not key:
             return None
-        account = self._kept(key) or self._keep(key, self._make_asked(asked))
+        account = self._kept(key) or self._keep(key, self._make_asked(backend, asked))
         return _granted(account, strict)
 
-    async def ready(self, asked: Asked, strict: bool = False) -> Account | None:
+    async def ready(
+        self, asked: Asked, strict: bool = False, backend: Backend | None = None
+    ) -> Account | None:
         """Return what `get` does; what is not kept is made beside the event loop."""
-        key = self._key(asked)
+        backend = backend or self._own
+        key = self._key(backend, asked)
         if not key:
             return None
         account = self._kept(key) or await self._made(
-            key, _given(asked), lambda: self._make_asked(asked)
+            backend, key, _given(asked), lambda: self._make_asked(backend, asked)
         )
         return _granted(account, strict)
 
@@ -204,41 +213,45 @@ class Policies:
         compiled = await asyncio.to_thread(compile_policy, policy, self._services)
         return compiled, _network(compiled, asked.network)
 
-    async def changed(self, present: Account | None, given: Given, strict: bool) -> Account:
+    async def changed(
+        self, backend: Backend, present: Account | None, given: Given, strict: bool
+    ) -> Account:
         """Return a running sandbox's policy with the network that is given. Raises as `ready`.
 
         What its files and system calls are closed by was applied when it was made.
         """
         former = b"" if present is None else present.packed
-        key = _digest(former, given.policy, given.network_rules)
+        said = former, given.policy, given.network_rules
+        key = _digest(backend.name, *said)
         account = self._kept(key) or await self._made(
-            key,
-            (former, given.policy, given.network_rules),
-            lambda: self._make_changed(present, given),
+            backend, key, said, lambda: self._make_changed(backend, present, given)
         )
         return _granted(account, strict)
 
-    async def restored(self, packed: bytes) -> Account:
+    async def restored(self, backend: Backend, packed: bytes) -> Account:
         """Return what was journalled. Raises `InvalidArgument` if this version cannot read it."""
-        key = _digest(packed)
-        return self._kept(key) or await self._made(key, packed, lambda: self._make_restored(packed))
+        key = _digest(backend.name, packed)
+        return self._kept(key) or await self._made(
+            backend, key, packed, lambda: self._make_restored(backend, packed)
+        )
 
     # --- making and keeping
 
-    def _make_restored(self, packed: bytes) -> Account:
+    def _make_restored(self, backend: Backend, packed: bytes) -> Account:
         try:
             source = msgspec.msgpack.decode(packed, type=Source)
         except msgspec.DecodeError as error:
             raise InvalidArgument(f"policy: made by another version: {error}") from error
         applied = tuple(name for name in source.mechanisms if name in mechanisms.NEEDS)
         return self._make(
-            source.policy, source.services, source.network, applied, source.updated, source.closed
-        )
+            backend, source.policy, source.services, source.network, applied, source.updated,
+            source.closed,
+        )  # fmt: skip
 
-    def _key(self, asked: Asked) -> bytes:
+    def _key(self, backend: Backend, asked: Asked) -> bytes:
         if asked.policy is None and asked.network_rules is None and self._default is None:
             return b""
-        return _digest(asked.policy, asked.network_rules, asked.network)
+        return _digest(backend.name, asked.policy, asked.network_rules, asked.network)
 
     def _kept(self, key: bytes) -> Account | None:
         account = self._known.get(key)
@@ -252,9 +265,11 @@ class Policies:
             self._known.popitem(last=False)
         return account
 
-    async def _made(self, key: bytes, content: object, make: Callable[[], Account]) -> Account:
+    async def _made(
+        self, backend: Backend, key: bytes, content: object, make: Callable[[], Account]
+    ) -> Account:
         """Have an account made of `content`, now or beside the event loop; None: of any size."""
-        bounded = bool(self._table) and content is not None
+        bounded = backend.name in self._tables and content is not None
         if bounded and len(msgspec.msgpack.encode(content)) <= SHORT_BYTES:
             return self._keep(key, make())
         return await self._beside(key, make)
@@ -273,24 +288,25 @@ class Policies:
         if not coming.cancelled() and coming.exception() is None:
             self._keep(key, coming.result())
 
-    def _make_asked(self, asked: Asked) -> Account:
+    def _make_asked(self, backend: Backend, asked: Asked) -> Account:
         policy = read(asked) or self._default
         assert policy is not None
-        return self._make(policy, self._services, asked.network)
+        return self._make(backend, policy, self._services, asked.network)
 
-    def _make_changed(self, present: Account | None, given: Given) -> Account:
+    def _make_changed(self, backend: Backend, present: Account | None, given: Given) -> Account:
         wanted = read(given)
         if wanted is None:
             raise _nothing_given()
         before = Policy() if present is None else present.source.policy
-        applied, closed = self._applied("nat"), None
+        applied, closed = _applied(backend, "nat"), None
         if present is not None:
             applied, closed = present.source.mechanisms, present.source.closed
         policy = update.with_network(before, wanted)
-        return self._make(policy, self._services, "nat", applied, True, closed)
+        return self._make(backend, policy, self._services, "nat", applied, True, closed)
 
     def _make(
         self,
+        backend: Backend,
         policy: Policy,
         services: Catalogue,
         network: NetworkMode,
@@ -301,8 +317,8 @@ class Policies:
         compiled = compile_policy(policy, services)
         network = _network(compiled, network)
         if applied is None:
-            applied = self._applied(network)
-        host = self._host(applied)
+            applied = _applied(backend, network)
+        host = self._host(backend, applied)
         if closed is None:
             closed = network != "none" and host.leaves_closed
         source = Source(
@@ -318,19 +334,22 @@ class Policies:
             notes=tuple(map(str, unenforced(rows))),
         )
 
-    def _host(self, applied: tuple[str, ...]) -> Host:
-        """Return what enforces rules here where `applied` is: the same as long as the daemon."""
+    def _host(self, backend: Backend, applied: tuple[str, ...]) -> Host:
+        """Return what enforces rules in `backend` where `applied` is: the same for good."""
         with self._lock:
-            self._table = self._table or self._backend.features()
-            host = self._hosts.get(applied)
+            if backend.name not in self._tables:
+                self._tables[backend.name] = backend.features()
+            host = self._hosts.get((backend.name, applied))
             if host is None:
-                host = self._hosts[applied] = Host(self._table, applied)
+                table = self._tables[backend.name]
+                host = self._hosts[backend.name, applied] = Host(table, applied)
             return host
 
-    def _applied(self, network: NetworkMode) -> tuple[str, ...]:
-        """Return what the backend applies; a namespace closes nothing once a link leads out."""
-        offered = self._backend.capabilities.mechanisms
-        return tuple(name for name in offered if name != "netns" or network == "none")
+
+def _applied(backend: Backend, network: NetworkMode) -> tuple[str, ...]:
+    """Return what `backend` applies; a namespace closes nothing once a link leads out."""
+    offered = backend.capabilities.mechanisms
+    return tuple(name for name in offered if name != "netns" or network == "none")
 
 
 def _network(compiled: Compiled, asked: NetworkMode) -> NetworkMode:

@@ -35,12 +35,12 @@ class Reclaimer:
 
     def __init__(self, manager: Manager, config: Reclaim) -> None:
         self._manager, self._config = manager, config
-        able = manager.backend.capabilities
+        able = manager.backends.capabilities().values()
         self._policy = Policy(
             target=config.target_percent / 100,
             when="always" if config.when == "always" else "pressure",
             trim_after_s=config.trim_after_s,
-            pause_after_s=config.pause_after_s if able.pause else 0.0,
+            pause_after_s=config.pause_after_s if any(one.pause for one in able) else 0.0,
             rest_s=config.rest_s,
         )
         self._history = History()
@@ -55,8 +55,9 @@ class Reclaimer:
         self._relief_bytes = 0
 
     def start(self) -> None:
-        """Begin, unless the configuration or the backend has it otherwise."""
-        if self._config.when == "off" or not self._manager.backend.capabilities.trim:
+        """Begin, unless the configuration or the backends have it otherwise."""
+        able = self._manager.backends.capabilities().values()
+        if self._config.when == "off" or not any(one.trim for one in able):
             log.event(logger, logging.INFO, "reclaim is off", when=self._config.when)
             return
         try:
@@ -126,7 +127,8 @@ class Reclaimer:
     def _look(self) -> list[Subject]:
         """Return the coldest sandboxes as they are now; those not looked at yet come first."""
         now = asyncio.get_running_loop().time()
-        idle = [s for s in self._manager.live.values() if s.state == "running" and not s.calls]
+        live = self._manager.live.values()
+        idle = [s for s in live if s.state == "running" and not s.calls and _gives(s)]
         idle.sort(key=lambda s: (self._seen(s, now), s.idle_since))
         subjects = [self._subject(sandbox, now) for sandbox in idle[:LOOKED_AT]]
         for subject in subjects:
@@ -145,7 +147,7 @@ class Reclaimer:
 
     def _subject(self, sandbox: Sandbox, now: float) -> Subject:
         assert sandbox.handle is not None
-        warmth = self._manager.backend.warmth(sandbox.handle)
+        warmth = sandbox.backend.warmth(sandbox.handle)
         before = self._cpu.get(sandbox.id)
         self._cpu[sandbox.id] = now, warmth.cpu_usage_s
         busy = before is None or warmth.cpu_usage_s - before[1] > BUSY * (now - before[0])
@@ -155,6 +157,7 @@ class Reclaimer:
             idle_s=now - sandbox.idle_since,
             cpu_class=sandbox.cpu_class,
             in_use=busy,
+            pausable=sandbox.backend.capabilities.pause,
             stall_percent=warmth.memory_stalled,
             past=self._history.past(sandbox.id, now),
         )
@@ -170,7 +173,7 @@ class Reclaimer:
         sandbox = manager.live.get(decision.sandbox)
         if sandbox is None or sandbox.state != "running" or sandbox.handle is None or sandbox.calls:
             return
-        before = manager.backend.warmth(sandbox.handle).memory_bytes
+        before = sandbox.backend.warmth(sandbox.handle).memory_bytes
         why, freed = decision.reason, 0
         try:
             if decision.action == "pause":
@@ -178,7 +181,7 @@ class Reclaimer:
                 paused = await pausing.pause(manager, sandbox.id, by="idle")
                 freed = max(0, before - paused.memory_bytes)
             else:
-                freed = await manager.backend.trim(sandbox.handle, decision.memory_bytes)
+                freed = await sandbox.backend.trim(sandbox.handle, decision.memory_bytes)
         except DSecError as error:
             why = f"{why}; {error.message}"
         now = asyncio.get_running_loop().time()
@@ -201,3 +204,8 @@ class Reclaimer:
                 decisions=len(found.decisions), need_bytes=found.need_bytes, reason=found.reason,
             )  # fmt: skip
         self._said = said
+
+
+def _gives(sandbox: Sandbox) -> bool:
+    """Whether its backend can take memory of it."""
+    return sandbox.backend.capabilities.trim

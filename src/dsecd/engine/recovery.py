@@ -18,12 +18,12 @@ import time
 import msgspec
 
 from dsecd import log
-from dsecd.backends.abc import HANDLE_VERSION, Handle
+from dsecd.backends.abc import HANDLE_VERSION, Backend, Handle
 from dsecd.engine.journal import Row
 from dsecd.engine.lifecycle import FINAL
 from dsecd.engine.manager import Manager
 from dsecd.engine.policies import Account
-from dsecd.engine.request import compile_spec
+from dsecd.engine.request import Kind, compile_spec
 from dsecd.engine.sandbox import Sandbox
 from dsecd.engine.waiter import each
 from libdsec.errors import DSecError, InvalidArgument
@@ -46,7 +46,7 @@ async def recover(manager: Manager) -> tuple[int, int]:
     for row in sorted(rows, key=lambda row: row.ended_at or 0.0):
         if row.state == "ended":
             _remember(manager, row)
-    swept = list(await manager.backend.sweep(frozenset(manager.live)))
+    swept = await manager.backends.sweep(frozenset(manager.live))
     for what in swept:
         log.event(logger, logging.WARNING, "removed a left-over", what=what)
     freed = len(present) - kept
@@ -78,33 +78,45 @@ async def _free_one(manager: Manager, row: Row) -> None:
         manager.journal.drop(row.id)
         return
     with log.about(row.id):
-        sandbox = _sandbox(manager, row)
-        sandbox.handle = handle
+        reason = await _free(manager, handle)
         if row.state == "intent" or row.own:
-            await _free(manager, sandbox, handle)
             manager.journal.drop(row.id)
             return
-        sandbox.state = "failed"
-        sandbox.reason = "found dead when dsecd started"
-        sandbox.ended_at = time.time()
-        await _free(manager, sandbox, handle)
+        sandbox = _sandbox(manager, row)
+        sandbox.state, sandbox.reason, sandbox.ended_at = "failed", reason, time.time()
         manager.journal.post(sandbox.row("ended"))
         _settle(sandbox)
         manager.adopt(sandbox)
         manager.events.emit(row.id, "failed", reason=sandbox.reason)
 
 
-async def _free(manager: Manager, sandbox: Sandbox, handle: Handle) -> None:
-    """Destroy once; what does not go now is left to `sweep`, which reports it."""
+async def _free(manager: Manager, handle: Handle) -> str:
+    """Destroy once; what does not go now is left to `sweep`, which reports it.
+
+    So is what a backend made that this daemon has not: nobody else can read the handle, but all of
+    it carries the sandbox's id. Returns why the sandbox is no more.
+    """
+    backend = manager.backends.of(handle)
+    if backend is None:
+        why = manager.backends.absent.get(handle.backend, "it is not configured any more")
+        log.event(
+            logger, logging.ERROR, "ended, for its backend is not there", backend=handle.backend,
+            why=why,
+        )  # fmt: skip
+        return f"dsecd was started without its backend, {handle.backend}: {why}"
     try:
-        await manager.backend.destroy(handle)
+        await backend.destroy(handle)
     except Exception:
-        logger.exception("cannot free the left-overs of %s", sandbox.id)
+        logger.exception("cannot free the left-overs of %s", handle.sandbox)
+    return "found dead when dsecd started"
 
 
 async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
-    account = await _account(manager, row)  # before: from `recover` on it may die
-    instance = await manager.backend.recover(handle)
+    backend = manager.backends.of(handle)
+    if backend is None:
+        return False
+    account = await _account(manager, row, backend)  # before: from `recover` on it may die
+    instance = await backend.recover(handle)
     if instance is None:
         return False
     sandbox = _sandbox(manager, row, account)
@@ -119,7 +131,7 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     born = now - max(0.0, time.time() - row.created_at)
     sandbox.started, sandbox.idle_s = born, row.idle_s
     manager.start_clocks(sandbox, born)
-    sandbox.oom_kills = manager.backend.oom_kills(instance.handle)
+    sandbox.oom_kills = backend.oom_kills(instance.handle)
     if row.paused_by and not instance.paused:  # it was resumed last, and that was not written yet
         manager.journal.post(sandbox.row("running", claimed=row.claimed))
     if row.cpu_class is not None or sandbox.cpu_class != "standard":
@@ -135,7 +147,7 @@ async def _set_cpu_class(manager: Manager, sandbox: Sandbox) -> None:
     assert sandbox.handle is not None
     try:
         handle, cpu_class = sandbox.handle, sandbox.cpu_class
-        sandbox.cpu_notes = await manager.backend.set_cpu_class(handle, cpu_class)
+        sandbox.cpu_notes = await sandbox.backend.set_cpu_class(handle, cpu_class)
     except DSecError as error:
         sandbox.cpu_notes = (error.message,)
 
@@ -149,21 +161,23 @@ def _remember(manager: Manager, row: Row) -> None:
 
 
 def _sandbox(manager: Manager, row: Row, account: Account | None = None) -> Sandbox:
-    now = asyncio.get_running_loop().time()
-    spec = compile_spec(row.id, row.args, account)
-    sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, now)
+    found = manager.backends.find(row.backend)
+    kind = Kind(backend=found.name if found else row.backend, vm=row.vm)
+    backend = found or manager.backends.own  # of what ended without its own, none is asked again
+    spec = compile_spec(row.id, row.args, account, kind)
+    sandbox = Sandbox(row.id, row.key, row.owner, row.args, spec, backend, kind)
     sandbox.sealed, sandbox.own = row.sealed, row.own
-    sandbox.backend, sandbox.node = manager.backend.name, manager.config.node
+    sandbox.node = manager.config.node
     sandbox.created_at, sandbox.notes, sandbox.account = row.created_at, row.notes, account
     return sandbox
 
 
-async def _account(manager: Manager, row: Row) -> Account | None:
+async def _account(manager: Manager, row: Row, backend: Backend) -> Account | None:
     """Return the policy of a sandbox; what is in force does not depend on our understanding it."""
     if not row.policy:
         return None
     try:
-        return await manager.policies.restored(row.policy)
+        return await manager.policies.restored(backend, row.policy)
     except InvalidArgument as error:
         log.event(logger, logging.ERROR, "policy not understood", sandbox=row.id, why=error.message)
         if UNREAD not in row.notes:

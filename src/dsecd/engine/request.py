@@ -9,13 +9,16 @@ import re
 import msgspec
 
 from dsecd.backends.abc import Backend
-from dsecd.backends.spec import Spec
+from dsecd.backends.spec import Spec, VmSpec
+from dsecd.engine.backends import require
 from dsecd.engine.policies import Account
 from libdsec.errors import InvalidArgument, Unsupported
-from libdsec.model import DSecContainerRunArgs
+from libdsec.model import CONTAINER, DSecContainerRunArgs, VmArgs
 
 MIB = 1 << 20
 MIN_MEMORY_MB = 8
+MIN_GUEST_MB = 64  # its kernel, with what it was unpacked from, takes half of that
+MAX_VCPUS = 64
 MAX_KEY = 200
 _decode = msgspec.msgpack.Decoder(DSecContainerRunArgs).decode
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
@@ -33,8 +36,35 @@ def check_key(key: str) -> None:
     _require(0 < len(key) <= MAX_KEY, "key", f"1 to {MAX_KEY} characters are required")
 
 
-def compile_spec(sandbox: str, args: DSecContainerRunArgs, account: Account | None = None) -> Spec:
-    """Return the spec of `args`, with the policy of `account`.
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sandbox runs in, and what only that has: the part of a request beside its `args`."""
+
+    backend: str = CONTAINER
+    vm: VmArgs | None = None
+
+
+CONTAINERS = Kind()
+
+
+def settle(kind: Kind, backend: Backend) -> Kind:
+    """Return what `kind` comes to in `backend`. Raises `InvalidArgument`."""
+    able = backend.capabilities.vm
+    if kind.vm is not None and not able:
+        raise InvalidArgument(
+            f"vm: sandboxes of the {backend.name} backend have no kernel of their own; "
+            'leave it out, or ask for backend "microvm"',
+            field="vm",
+        )
+    return Kind(backend=backend.name, vm=(kind.vm or VmArgs()) if able else None)
+
+
+def compile_spec(
+    sandbox: str,
+    args: DSecContainerRunArgs,
+    account: Account | None = None,
+    kind: Kind = CONTAINERS,
+) -> Spec:
+    """Return the spec of `args` for a settled `kind`, with the policy of `account`.
 
     Raises `InvalidArgument` naming the field.
     """
@@ -42,7 +72,7 @@ def compile_spec(sandbox: str, args: DSecContainerRunArgs, account: Account | No
         args = msgspec.structs.replace(args, policy=None)
     if args.secrets:  # `grants` adds them: what is remembered here has none
         args = msgspec.structs.replace(args, secrets={})
-    spec = _checked(msgspec.msgpack.encode(args))
+    spec = _checked(msgspec.msgpack.encode(args), kind)
     hostname = spec.hostname or sandbox.rpartition("-")[2]
     if account is None:
         return msgspec.structs.replace(spec, hostname=hostname)
@@ -54,6 +84,8 @@ def compile_spec(sandbox: str, args: DSecContainerRunArgs, account: Account | No
 def check_offered(spec: Spec, backend: Backend) -> None:
     """Raise `Unsupported` for what `backend` does not offer."""
     able = backend.capabilities
+    if spec.checkpoint:
+        require(backend, "checkpoints")
     for field, asked, offered in (
         ("network", spec.network, able.network),
         ("upper", spec.upper, able.upper),
@@ -66,12 +98,14 @@ def check_offered(spec: Spec, backend: Backend) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(encoded: bytes) -> Spec:
+def _checked(encoded: bytes, kind: Kind) -> Spec:
     """Return the spec of a request, "" for a host name to be made; a burst repeats one request."""
     args = _decode(encoded)
     _check_limits(args)
     _check_texts(args)
     return Spec(
+        backend=kind.backend,
+        vm=None if kind.vm is None else _vm(kind.vm, args),
         image=args.container_image,
         workspace=args.workspace or "",
         toolkits=tuple(args.toolkits),
@@ -90,6 +124,14 @@ def _checked(encoded: bytes) -> Spec:
         output_limit=args.output_limit_mb * MIB,
         spool_limit=args.spool_limit_mb * MIB,
     )
+
+
+def _vm(vm: VmArgs, args: DSecContainerRunArgs) -> VmSpec:
+    least = MIN_GUEST_MB
+    _require(args.memory_limit_mb >= least, "memory_limit_mb", f"at least {least} MiB for a guest")
+    _require(1 <= vm.vcpus <= MAX_VCPUS, "vcpus", f"1 to {MAX_VCPUS}")
+    _require(0 <= vm.data_disk_mb <= 1 << 24, "data_disk_mb", "0 (none) to 16 TiB")
+    return VmSpec(vcpus=vm.vcpus, layers=vm.layers, data_disk_bytes=vm.data_disk_mb * MIB)
 
 
 def _check_limits(args: DSecContainerRunArgs) -> None:

@@ -7,16 +7,17 @@ import time
 
 import msgspec
 
-from dsecd.backends.abc import Channel, Handle
+from dsecd.backends.abc import Backend, Channel, Handle
 from dsecd.backends.spec import Spec
 from dsecd.engine.grants import hidden
 from dsecd.engine.journal import Journal, PausedBy, Row, RowState
 from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
 from dsecd.engine.policies import Account
+from dsecd.engine.request import Kind
 from dsecd.images.tool import Report, unreported
 from dsecd.secrets.secret import digest
 from libdsec.errors import DSecError, WrongState
-from libdsec.model import CpuClass, DSecContainerRunArgs, SandboxInfo, State
+from libdsec.model import CpuClass, DSecContainerRunArgs, MicroVMInfo, SandboxInfo, State
 from libdsec.model_layers import ImportStage
 
 COMMANDS_NOTED = 4096  # per sandbox
@@ -28,24 +29,32 @@ class Sandbox:
     __slots__ = (
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
         "claims", "commands", "cpu_class", "cpu_notes", "created_at", "ended_at", "entered",
-        "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "lifetime_end", "node",
-        "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason", "report",
-        "saving", "sealed", "spec", "started", "state", "task", "waiters", "waking",
+        "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "kind", "lifetime_end",
+        "node", "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason",
+        "report", "saving", "sealed", "spec", "started", "state", "task", "waiters", "waking",
     )  # fmt: skip
 
     def __init__(
-        self, name: str, key: str, owner: str, args: DSecContainerRunArgs, spec: Spec, now: float
+        self,
+        name: str,
+        key: str,
+        owner: str,
+        args: DSecContainerRunArgs,
+        spec: Spec,
+        backend: Backend,
+        kind: Kind,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.id, self.key, self.owner = name, key, owner
         self.args, self.spec = hidden(args), spec
+        self.backend, self.kind = backend, kind
         self.sealed = digest(args.secrets, key)  # what the secrets were
-        self.backend, self.node = "", ""
+        self.node = ""
         self.state: State = "creating"
         self.reason = ""
         self.created_at = time.time()
         self.ended_at: float | None = None
-        self.started = now
+        self.started = now = loop.time()
         self.handle: Handle | None = None
         self.channel: Channel | None = None
         self.address, self.address6 = "", ""
@@ -89,15 +98,20 @@ class Sandbox:
             why = f": {self.reason}" if self.reason else ""
             raise WrongState(f"sandbox {self.id} is {self.state}{why}", state=self.state)
 
+    def disk_full(self) -> bool:
+        """Whether a quota leaves its upper no room, read now."""
+        return self.handle is not None and self.backend.disk_full(self.handle)
+
     def lock(self) -> asyncio.Lock:
         """One checkpoint, rollback, pack, pause or resumption at a time."""
         if self.saving is None:
             self.saving = asyncio.Lock()
         return self.saving
 
-    def asked(self, args: DSecContainerRunArgs) -> bool:
-        """Return whether this sandbox was asked for with `args`."""
-        return self.args == hidden(args) and self.sealed == digest(args.secrets, self.key)
+    def asked(self, kind: Kind, args: DSecContainerRunArgs) -> bool:
+        """Return whether this sandbox was asked for with `kind`, settled, and `args`."""
+        same = self.kind == kind and self.args == hidden(args)
+        return same and self.sealed == digest(args.secrets, self.key)
 
     def tell(self, stage: ImportStage, done: int, total: int) -> None:
         """Pass on how far the pull of the image is. From any thread."""
@@ -164,6 +178,8 @@ class Sandbox:
             ended_at=self.ended_at,
             idle_s=self.idle_s,
             args=self.args,
+            backend=self.kind.backend,
+            vm=self.kind.vm,
             sealed=self.sealed,
             handle=b"" if handle is None else msgspec.msgpack.encode(handle),
             address=self.address,
@@ -180,11 +196,11 @@ class Sandbox:
         """Return what a caller may know."""
         end = self.deadline() if self.state in ALIVE else None
         now = asyncio.get_running_loop().time()
-        return SandboxInfo(
+        info = SandboxInfo(
             id=self.id,
             state=self.state,
             image=self.args.container_image,
-            backend=self.backend,
+            backend=self.kind.backend,
             created_at=self.created_at,
             ended_at=self.ended_at,
             expires_at=None if end is None else time.time() + end[0] - now,
@@ -195,8 +211,13 @@ class Sandbox:
             labels=self.args.labels,
             notes=[*self.notes, *self.cpu_notes, *(self.account.notes if self.account else ())],
             cpu_class=self.cpu_class,
-            args=self._present_args() if with_args else None,
         )
+        if not with_args:
+            return info
+        info.args = self._present_args()
+        if self.kind.vm is None:
+            return info
+        return MicroVMInfo(**msgspec.structs.asdict(info), vm=self.kind.vm)
 
     def _present_args(self) -> DSecContainerRunArgs:
         """Return what another sandbox like this one is made of: a branch has its policy of now."""

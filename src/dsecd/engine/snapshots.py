@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 from dsecd import log
 from dsecd.backends.abc import Handle
+from dsecd.engine.backends import require
 from dsecd.engine.manager import Manager
 from dsecd.engine.pausing import thaw
 from dsecd.engine.sandbox import Sandbox
@@ -19,16 +20,18 @@ from libdsec.model import Checkpoint, PackArgs, Packed
 
 async def pack_diff(manager: Manager, args: PackArgs) -> Packed:
     """Return the layer made of the sandbox's changes. Raises `NotFound`, `WrongState`."""
+    require(manager.get(args.id).backend, "pack")
     async with exclusive(manager, args.id) as (sandbox, handle):
-        packed = await manager.backend.pack_diff(handle, args)
+        packed = await sandbox.backend.pack_diff(handle, args)
     manager.events.emit(sandbox.id, "packed", name=packed.name, digest=packed.digest)
     return packed
 
 
 async def checkpoint(manager: Manager, name: str) -> Checkpoint:
     """Remember the sandbox's files. Raises `NotFound`, `WrongState`, `Exhausted`."""
+    require(manager.get(name).backend, "checkpoints")
     async with exclusive(manager, name) as (sandbox, handle):
-        made = await manager.backend.checkpoint(
+        made = await sandbox.backend.checkpoint(
             handle, lambda now: sandbox.save(manager.journal, now)
         )
     manager.events.emit(sandbox.id, "checkpoint", checkpoint=made.id, method=made.method)
@@ -37,8 +40,9 @@ async def checkpoint(manager: Manager, name: str) -> Checkpoint:
 
 async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoint:
     """End the sandbox's processes and put its files back. Raises `NotFound`, `WrongState`."""
+    require(manager.get(name).backend, "checkpoints")
     async with exclusive(manager, name) as (sandbox, handle):
-        made = await manager.backend.rollback(
+        made = await sandbox.backend.rollback(
             handle, checkpoint_id, lambda now: sandbox.save(manager.journal, now)
         )
     manager.events.emit(sandbox.id, "rollback", checkpoint=made.id)
@@ -47,8 +51,9 @@ async def rollback(manager: Manager, name: str, checkpoint_id: str) -> Checkpoin
 
 async def delete_checkpoint(manager: Manager, name: str, checkpoint_id: str) -> None:
     """Forget a checkpoint and free what only it needed. Raises `NotFound`, `WrongState`."""
+    require(manager.get(name).backend, "checkpoints")
     async with exclusive(manager, name) as (sandbox, handle):
-        await manager.backend.delete_checkpoint(
+        await sandbox.backend.delete_checkpoint(
             handle, checkpoint_id, lambda now: sandbox.save(manager.journal, now)
         )
     manager.events.emit(sandbox.id, "checkpoint_deleted", checkpoint=checkpoint_id)

@@ -15,7 +15,7 @@ async def metrics(manager: Manager, name: str) -> Metrics:
     sandbox = manager.get(name)
     if sandbox.state not in ALIVE or sandbox.handle is None:
         raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
-    usage, spec = await manager.backend.usage(sandbox.handle), sandbox.spec
+    usage, spec = await sandbox.backend.usage(sandbox.handle), sandbox.spec
     return Metrics(
         memory_bytes=usage.memory_bytes,
         memory_shared_bytes=usage.memory_shared_bytes,

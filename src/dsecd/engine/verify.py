@@ -2,6 +2,7 @@
 
 The grader's sandbox is made of the layers that the agent's began with, the kept paths on them and
 the toolkits on top, so that nothing the agent made stands in the place of a file of the grader's.
+It is of the same kind as the agent's.
 It has no network, the image's environment, and none of the agent's processes. It is never the
 client's: it ends with the call, and after a restart of the daemon by itself.
 """
@@ -17,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dsecd import __version__, log
 from dsecd.backends.abc import KeepArgs, Kept
 from dsecd.engine import own
+from dsecd.engine.backends import require
 from dsecd.engine.grading import Running
 from dsecd.engine.manager import Manager
 from dsecd.engine.sandbox import Sandbox
@@ -44,12 +46,13 @@ async def verify(
     without a shell of the platform's, `PermissionDenied` for hooks with `strict`, and what making a
     sandbox raises.
     """
-    _check(manager, args)
+    _check(args)
+    _check_offered(manager.get(args.id), args)
     wanted = KeepArgs(
         paths=tuple(args.keep), toolkits=tuple(args.toolkits), workspace=args.workspace
     )
     async with exclusive(manager, args.id) as (sandbox, handle):
-        kept = await manager.backend.keep(handle, wanted)
+        kept = await sandbox.backend.keep(handle, wanted)
     _refuse_hooks(args, kept)
     async with _grader(manager, owner, sandbox, kept, args) as grader:
         started = _now_ms()
@@ -69,17 +72,21 @@ async def verify(
     )
 
 
-def _check(manager: Manager, args: VerifyArgs) -> None:
+def _check(args: VerifyArgs) -> None:
     if (args.argv is None) == (args.shell is None) or args.argv == []:
         raise InvalidArgument("exactly one of argv and shell is required", field="argv")
-    if args.shell is not None and not manager.backend.capabilities.shell:
+    if args.timeout_s is not None and not 0 < args.timeout_s < 1e9:
+        raise InvalidArgument("timeout_s: a positive number of seconds, or none", field="timeout_s")
+
+
+def _check_offered(sandbox: Sandbox, args: VerifyArgs) -> None:
+    require(sandbox.backend, "pack")
+    if args.shell is not None and not sandbox.backend.capabilities.shell:
         raise Unsupported(
             "this host has no shell of its own for shell text (see platform_shell in dsec check); "
             "give the grader as an argv, or install bash-static",
             reason="no platform shell",
         )
-    if args.timeout_s is not None and not 0 < args.timeout_s < 1e9:
-        raise InvalidArgument("timeout_s: a positive number of seconds, or none", field="timeout_s")
 
 
 def _refuse_hooks(args: VerifyArgs, kept: Kept) -> None:
@@ -101,7 +108,7 @@ async def _grader(
 ) -> AsyncIterator[Sandbox]:
     """Lend the grader's sandbox; it is gone afterwards, however the use of it ended."""
     wanted = _sandbox_args(sandbox, kept, args)
-    grader = await own.create(manager, owner, "verify", wanted)
+    grader = await own.create(manager, owner, "verify", sandbox.kind, wanted)
     try:
         with log.about(grader.id):
             yield grader

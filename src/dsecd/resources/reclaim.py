@@ -57,7 +57,10 @@ class Past:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A running or paused sandbox. `in_use`: a call is open, or its processes ran of late."""
+    """A running or paused sandbox. `in_use`: a call is open, or its processes ran of late.
+
+    One that is not `pausable` is only trimmed.
+    """
 
     id: str
     memory_bytes: int
@@ -65,6 +68,7 @@ class Subject:
     cpu_class: CpuClass = "standard"
     in_use: bool = False
     paused: bool = False
+    pausable: bool = True
     stall_percent: float = 0.0
     past: Past | None = None
 
@@ -135,11 +139,12 @@ def _may(subject: Subject, policy: Policy, pressed: bool) -> bool:
     """Whether it may be asked at all."""
     if subject.paused or subject.in_use or subject.stall_percent >= STALLED_PERCENT:
         return False
-    if not policy.trim_after_s and not policy.pause_after_s:
+    pause_after_s = policy.pause_after_s if subject.pausable else 0.0
+    if not policy.trim_after_s and not pause_after_s:
         return False
     # under pressure a sandbox that is best effort need not have been idle for long
     patient = not (pressed and subject.cpu_class == "best_effort")
-    after = min(after for after in (policy.trim_after_s, policy.pause_after_s) if after)
+    after = min(after for after in (policy.trim_after_s, pause_after_s) if after)
     if patient and subject.idle_s < after:
         return False
     past = subject.past
@@ -162,6 +167,7 @@ def gain_bytes(subject: Subject) -> int:
 
 def _ask(subject: Subject, policy: Policy, left: int | None) -> Decision | None:
     pause = bool(policy.pause_after_s) and subject.idle_s >= policy.pause_after_s
+    pause = pause and subject.pausable
     if not pause and not policy.trim_after_s:
         return None
     # a pause saves CPU and, frozen, all of it may go
