@@ -32,7 +32,7 @@ from dsecd.host.vm_plan import (
     VmPlan,
     check,
 )
-from libdsec.errors import InvalidArgument, Unavailable, Unsupported, WrongState
+from libdsec.errors import Internal, InvalidArgument, Unavailable, Unsupported, WrongState
 
 PROGRAM = "/usr/bin/firecracker"
 STATE_S = 120.0  # to write or to read a machine with its RAM
@@ -167,7 +167,11 @@ class FirecrackerMachine:
 
     async def status(self) -> Status:
         """See `Machine`."""
-        return _STATUS[(await self._api.ask("/", _Instance)).state]
+        state = (await self._api.ask("/", _Instance)).state
+        try:
+            return _STATUS[state]
+        except KeyError:
+            raise Internal(f"Firecracker is in a state without a name: {state[:40]!r}") from None
 
     async def stop(self) -> None:
         """See `Machine`."""
