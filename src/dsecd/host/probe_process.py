@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from dsecd import fastpath
-from dsecd.host import apparmor, syscalls
+from dsecd.host import apparmor, kvm, syscalls, vmm_tree
 from dsecd.host.probe import Trial
 from libdsec.errors import Unsupported
 
@@ -20,7 +20,6 @@ _NEEDED_CAPS = {
 }  # fmt: skip
 _SYS_RESOURCE = 24
 LANDLOCK_ABI = 3  # all accesses that `dsecd.policy.landlock` closes
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def effective_caps() -> int:
@@ -146,25 +145,13 @@ def _apparmor(scratch: Path) -> str:
     return "a profile loads"
 
 
+def _vm(scratch: Path) -> str:
+    _, note = kvm.accelerator()
+    return "; ".join(filter(None, (f"QEMU {vmm_tree.version()}", note)))
+
+
 def _kvm(scratch: Path) -> str:
-    """A KVM that answers may still be unable to run a stock kernel: nested without VMX or SVM."""
-    fd = os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        version = _libc.ioctl(fd, 0xAE00, 0)  # KVM_GET_API_VERSION
-    finally:
-        os.close(fd)
-    if version != 12:
-        raise Unsupported("KVM", reason=f"API version {version}, expected 12")
-    for module in ("kvm_intel", "kvm_amd"):
-        if Path("/sys/module", module).is_dir():
-            return module
-    if syscalls.host_arch() == "aarch64":
-        return "arm64"
-    raise Unsupported(
-        "KVM",
-        reason="/dev/kvm answers, but neither kvm_intel nor kvm_amd is loaded: it cannot run a "
-        "stock kernel",
-    )
+    return kvm.check()
 
 
 def _vsock(scratch: Path) -> str:
@@ -194,6 +181,7 @@ TRIALS = (
     Trial("pidfd", "re-adoption of sandboxes after a restart", _pidfd),
     Trial("openat2", "file access that cannot leave the sandbox's root", _openat2),
     Trial("core_scheduling", "isolation of latency-sensitive sandboxes on SMT", _core_scheduling),
+    Trial("vm", "microVM sandboxes", _vm),
     Trial("kvm", "microVM and full VM backends at native speed", _kvm),
     Trial("vsock", "the channel to VM guests (virtio-serial otherwise)", _vsock),
     Trial("fanotify_pre_access", "on-demand layers without FUSE", _fanotify_pre_access),
