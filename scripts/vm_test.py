@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsecd.host.probe import REQUIRED
+from dsecd.images import cpio
 
 # What this kernel has: a skip for one of them is a failure
 PROVIDED = (
@@ -150,29 +151,21 @@ def _output(*command: str, cwd: str | None = None) -> str:
 
 
 def ram_disk(kernel: Kernel, command: str) -> bytes:
-    """Return the archive that the guest starts from (newc format of cpio)."""
+    """Return the archive that the guest starts from."""
     modules = kernel.loading_order(MODULES)
     start = START.replace("{modules}", " ".join(path.name.removesuffix(".xz") for path in modules))
     script = COMMAND.replace("{command}", command).replace("{exit}", EXIT)
     script = script.replace("{checkout}", shlex.quote(str(CHECKOUT)))
     script = script.replace("{layers}", LAYERS)
-    entries = [(name, 0o40755, b"") for name in ("bin", "dev", "modules", "proc", "sys")]
-    entries.append(("bin/busybox", 0o100755, Path("/bin/busybox").read_bytes()))
-    entries += [("init", 0o100755, start.encode()), ("command", 0o100644, script.encode())]
+    entries = [cpio.directory(name) for name in ("bin", "dev", "modules", "proc", "sys")]
+    entries.append(cpio.file("bin/busybox", Path("/bin/busybox").read_bytes(), 0o755))
+    entries += [cpio.file("init", start.encode(), 0o755), cpio.file("command", script.encode())]
     for path in modules:
         data = path.read_bytes()
         if path.suffix == ".xz":
             data = lzma.decompress(data)
-        entries.append((f"modules/{path.name.removesuffix('.xz')}", 0o100644, data))
-    entries.append(("TRAILER!!!", 0, b""))
-    return b"".join(_entry(number, *entry) for number, entry in enumerate(entries, 1))
-
-
-def _entry(number: int, name: str, mode: int, data: bytes) -> bytes:
-    text = name.encode() + b"\0"
-    fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(text), 0)
-    head = ("070701" + "".join(f"{field:08x}" for field in fields)).encode() + text
-    return head + bytes(-len(head) % 4) + data + bytes(-len(data) % 4)
+        entries.append(cpio.file(f"modules/{path.name.removesuffix('.xz')}", data))
+    return cpio.archive(entries)
 
 
 def qemu(kernel: Kernel, scratch: Path, memory_mb: int) -> list[str]:
