@@ -86,11 +86,19 @@ def make_backend(config: Config) -> Backend:
 
 def make_backends(config: Config) -> Backends:
     """Return what sandboxes run in here. Raises `InvalidArgument`, `Unsupported`."""
+    from dsecd.backends.container import ContainerBackend
+
     own = make_backend(config)
     why = _without_microvms(config)
     if why and config.vm.enabled == "yes":
         raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
-    return Backends([own], absent={MICROVM: why or "this version of dsecd makes none"})
+    if why or not isinstance(own, ContainerBackend):
+        why = why or f"its virtual machines would be jailed in containers, not in {own.name}"
+        return Backends([own], absent={MICROVM: why})
+    from dsecd.backends.microvm import MicroVMBackend
+
+    microvm = MicroVMBackend(config, own, own.environments())
+    return Backends([own, microvm], optional=[MICROVM] if config.vm.enabled == "auto" else [])
 
 
 def _without_microvms(config: Config) -> str:

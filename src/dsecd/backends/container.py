@@ -480,6 +480,10 @@ class ContainerBackend:
     def layers(self) -> Layers:
         return self._host.layers
 
+    def environments(self) -> abc.Environments:
+        """Return what finds the layers of environments, for a backend that stands on this one."""
+        return self._host.layers
+
 
 def _decode(handle: Handle) -> Held:
     return msgspec.msgpack.decode(handle.resources, type=Held)

@@ -26,7 +26,7 @@ from dsecd.backends.container_plan import CpuLoad, Resources, Template, runtime_
 from dsecd.backends.container_secrets import Secrets
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
-from dsecd.host import cgroup, probe, shared_limits, shell, sockets, spawner, tree
+from dsecd.host import binaries, cgroup, probe, shared_limits, shell, sockets, spawner, tree
 from dsecd.host.damon import Damon, Scheme
 from dsecd.host.layers import LayerMounts
 from dsecd.host.netns import NetnsPool
@@ -45,7 +45,6 @@ logger = logging.getLogger("dsecd.container")
 MAX_SPAWNERS = 8
 HOUSE_S = 60.0  # between two looks at what is unused
 GARBAGE_LOOKS = 60  # every so many of them, also at the store
-BINARIES = Path(__file__).parents[1] / "bin"
 
 
 class ContainerHost:
@@ -181,8 +180,8 @@ class ContainerHost:
 
     async def _start_spawners(self) -> SpawnerPool:
         paths, pools = self._config.paths, self._config.pools
-        binary = _binary(paths.spawner, "dsec-spawner")
-        init = _binary(paths.init, "dsec-init")
+        binary = str(binaries.find(paths.spawner, "dsec-spawner"))
+        init = str(binaries.find(paths.init, "dsec-init"))
         count = pools.spawners or min(MAX_SPAWNERS, 2 * (os.cpu_count() or 1))
         slots = self.driver.slots
         pool = SpawnerPool(
@@ -322,13 +321,6 @@ def _wanted(config: Config) -> Wanted:
     return Wanted(
         kind=reclaim.swap, size_bytes=reclaim.swap_mb << 20, algorithm=reclaim.swap_algorithm
     )
-
-
-def _binary(configured: str, name: str) -> str:
-    path = Path(configured) if configured else BINARIES / name
-    if not os.access(path, os.X_OK):
-        raise Unsupported(f"{path} is missing: build it, or set paths.{name[5:]}", reason="no file")
-    return str(path)
 
 
 def resources(

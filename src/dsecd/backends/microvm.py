@@ -19,12 +19,22 @@ from pathlib import Path
 import msgspec
 
 from dsecd.backends import abc
-from dsecd.backends.abc import Backend, Capabilities, Environments, Handle, Instance
-from dsecd.backends.abc import Layers, Listener, Save, Usage
+from dsecd.backends.abc import (
+    Backend,
+    Capabilities,
+    Environments,
+    Handle,
+    Instance,
+    Layers,
+    Listener,
+    Save,
+    Usage,
+)
 from dsecd.backends.microvm_host import MicroVMHost
 from dsecd.backends.microvm_machine import GuestMachine
 from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, jail_spec, vm_plan
 from dsecd.backends.spec import Spec
+from dsecd.config import Config
 from dsecd.host import vm_disks
 from dsecd.host.vm_plan import VmPlan
 from dsecd.images.flat_cache import FlatLayer
@@ -69,8 +79,8 @@ class MicroVMBackend:
 
     name = "microvm"
 
-    def __init__(self, host: MicroVMHost, jail: Backend, environments: Environments) -> None:
-        self._host, self._jail, self._environments = host, jail, environments
+    def __init__(self, config: Config, jail: Backend, environments: Environments) -> None:
+        self._host, self._jail, self._environments = MicroVMHost(config), jail, environments
         self.capabilities = Capabilities()
         self._holdings: dict[str, Holding] = {}
         self._listener: Listener | None = None
@@ -139,7 +149,7 @@ class MicroVMBackend:
         for digest in digests:
             self._host.flats.acquire(digest)
         try:
-            jail = self._jail.prepare(sandbox, self._jail_spec(spec, files))
+            jail = self._jail.prepare(sandbox, self._jail_spec(spec, plan, files))
         except BaseException:
             for digest in digests:
                 self._host.flats.release(digest)
@@ -148,9 +158,14 @@ class MicroVMBackend:
         holding = self._holdings[sandbox] = Holding(held, defaults)
         return holding.handle()
 
-    def _jail_spec(self, spec: Spec, files: tuple[FlatLayer, ...]) -> Spec:
+    def _jail_spec(self, spec: Spec, plan: VmPlan, files: tuple[FlatLayer, ...]) -> Spec:
         host = self._host
-        return jail_spec(spec, host.jail_image, binds(str(host.kernel), str(host.initrd), files))
+        return jail_spec(
+            spec,
+            host.jail_image,
+            overhead_bytes=host.vmm.overhead_bytes(plan),
+            binds=binds(str(host.kernel), str(host.initrd), files),
+        )
 
     def release(self, handle: Handle) -> None:
         holding = self._holdings.pop(handle.sandbox, None)
@@ -163,7 +178,7 @@ class MicroVMBackend:
         assert spec.vm is not None
         plan = holding.held.plan
         files = tuple(filter(None, map(host.flats.find, holding.held.layers)))
-        jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, files))
+        jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, plan, files))
         holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
         root = vm_disks.root_of(jail.pid)
         blank = await asyncio.to_thread(host.blank, spec.disk_bytes)

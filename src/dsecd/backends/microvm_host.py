@@ -1,4 +1,4 @@
-"""The shared means of all microVMs of this host: monitor, guest kernel, layers' files, blank disks."""
+"""The shared means of all microVMs of this host: monitor, guest kernel, layers' files, disks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from dsecd.backends.abc import Layers
 from dsecd.config import Config
-from dsecd.host import ext4, kvm, shell, vmm_tree
+from dsecd.host import binaries, ext4, kvm, shell, vmm_tree
 from dsecd.host.qemu import Qemu
-from dsecd.host.vm_plan import Accel, Vmm, VmPlan, check
+from dsecd.host.vm_plan import Accel, Vmm, VmPlan
 from dsecd.images.flat_cache import FlatLayers
 from dsecd.images.guest import COMMAND_LINE
 from dsecd.images.initramfs import initramfs
@@ -31,11 +31,10 @@ class MicroVMHost:
 
     command_line = COMMAND_LINE
 
-    def __init__(self, config: Config, init: Path) -> None:
-        """`init`: the static dsec-init."""
-        self._config, self._init = config, init
+    def __init__(self, config: Config) -> None:
+        self._config = config
         self._state = config.state / "vm"
-        self.vmm: Vmm = Qemu(config.vm.qemu)
+        self.vmm: Vmm = Qemu()
         self.kernel = config.guest_kernel
         self.initrd = self._state / "initrd"
         self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
@@ -51,23 +50,24 @@ class MicroVMHost:
                 f"no guest kernel at {self.kernel}: scripts/build-guest makes one", reason="kernel"
             )
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._program()
         self._choose_accel()
         await asyncio.to_thread(self._write_initrd)
         self.flats.start()
 
     def _choose_accel(self) -> None:
-        wanted, usable = self._config.vm.accel, kvm.feature()
-        if wanted == "kvm" and not usable.available:
-            raise Unsupported(f'vm.accel is "kvm", but {usable.reason}', reason=usable.reason)
-        self.accel = "kvm" if usable.available and wanted != "tcg" else "tcg"
-        if self.accel == "tcg":
-            self.notes = ("the guest's CPU is emulated (TCG): many times slower than the host's",)
+        wanted = self._config.vm.accel
+        if wanted == "kvm":
+            kvm.check()
+        self.accel, remark = ("tcg", kvm.EMULATED) if wanted == "tcg" else kvm.accelerator()
+        self.notes = (remark,) if remark else ()
 
     def _write_initrd(self) -> None:
+        init = binaries.find(self._config.paths.init, "dsec-init")
         fd = shell.open_shell(self._config.paths.shell or shell.DEFAULT)
         try:
             with open(fd, "rb", closefd=False) as static:
-                content = initramfs(self._init.read_bytes(), static.read())
+                content = initramfs(init.read_bytes(), static.read())
         finally:
             os.close(fd)
         # by content: guests that an earlier version started go on with theirs
@@ -84,17 +84,24 @@ class MicroVMHost:
         return ext4.blank_ext4(self._state / "disks", size)
 
     def checked(self, plan: VmPlan) -> VmPlan:
-        """Return `plan` when a machine can be made of it. Raises `InvalidArgument`, `Unsupported`."""
-        check(plan)
+        """Return `plan`. Raises `InvalidArgument`, `Unsupported` when no machine can be made of it."""
         self.vmm.compile(plan)
         return plan
+
+    def _program(self) -> Path:
+        found = shutil.which(self._config.vm.qemu)
+        if found is None:
+            raise Unsupported(
+                f"{self._config.vm.qemu} is not installed: {vmm_tree.PACKAGE}", reason="qemu"
+            )
+        return Path(found)
 
     async def provide_jail_image(self, layers: Layers) -> str:
         """Return the name of the layer that the monitor's jail has, made when it is not there."""
         async with self._importing:
             if self.jail_image:
                 return self.jail_image
-            tree = await asyncio.to_thread(vmm_tree.survey, self._config.vm.qemu)
+            tree = await asyncio.to_thread(vmm_tree.survey, self._program())
             try:
                 await layers.get(tree.name)
             except NotFound:
@@ -105,7 +112,7 @@ class MicroVMHost:
     async def _import(self, layers: Layers, tree: vmm_tree.Tree) -> None:
         place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="jail-", dir=self._state))
         try:
-            await asyncio.to_thread(tree.assemble, place)
+            await asyncio.to_thread(vmm_tree.assemble, tree, place)
             with contextlib.suppress(AlreadyExists):  # another host of the store was quicker
                 await layers.import_(LayerImport(name=tree.name, source=str(place)))
         finally:

@@ -14,7 +14,7 @@ import msgspec
 from dsecd.backends.inside import NO_NETWORK, generated_files, init_config
 from dsecd.backends.spec import Spec
 from dsecd.host.plan import Bind
-from dsecd.host.vm_plan import Accel, Devices, VmLayer, VmPlan
+from dsecd.host.vm_plan import PMEM_ALIGN, Accel, Devices, VmLayer, VmPlan
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config
 
@@ -24,9 +24,6 @@ KERNEL, INITRD, UPPER, DATA = f"{VM}/kernel", f"{VM}/initrd", f"{VM}/upper.img",
 AGENT, CONTROL = f"{VM}/agent.sock", f"{VM}/control.sock"
 VMM_USER = "vmm"
 VMM = "vmm"  # the command's id in the jail
-# QEMU itself, its translated code and what it caches of disks; what lies above the guest's memory
-# limit is given back under pressure
-VMM_MEMORY_BYTES = 192 * MIB
 VMM_PIDS = 256  # threads: one for each CPU, and those of disks, which come and go
 VMM_DISK_BYTES = 64 * MIB  # sockets and logs, and the metadata of the volume
 VMM_OUTPUT_BYTES = MIB
@@ -68,18 +65,27 @@ def clock() -> Clock:
     return Clock(time_ns=time.time_ns(), entropy=os.urandom(ENTROPY_BYTES))
 
 
+def _memory(spec: Spec) -> int:
+    return -(-spec.memory_bytes // PMEM_ALIGN) * PMEM_ALIGN
+
+
 def disk_bytes(spec: Spec) -> int:
     """Return how much the disks of the machine may grow to."""
     assert spec.vm is not None
     return spec.disk_bytes + spec.vm.data_disk_bytes
 
 
-def jail_spec(spec: Spec, image: str, binds: tuple[Bind, ...] = ()) -> Spec:
-    """Return what the jail is asked to be. `image` holds the monitor."""
+def jail_spec(
+    spec: Spec, image: str, *, overhead_bytes: int = 0, binds: tuple[Bind, ...] = ()
+) -> Spec:
+    """Return what the jail is asked to be.
+
+    `image` holds the monitor, which takes `overhead_bytes` of memory beside the guest's.
+    """
     assert spec.vm is not None
     return Spec(
         image=image,
-        memory_bytes=spec.memory_bytes + VMM_MEMORY_BYTES,
+        memory_bytes=_memory(spec) + overhead_bytes,
         cpu_cores=spec.cpu_cores,
         pids=VMM_PIDS + spec.vm.vcpus,
         disk_bytes=disk_bytes(spec) + VMM_DISK_BYTES,
@@ -114,7 +120,7 @@ def vm_plan(
     """Return the machine, as the monitor finds things in its jail."""
     assert spec.vm is not None
     return VmPlan(
-        memory_bytes=spec.memory_bytes,
+        memory_bytes=_memory(spec),
         vcpus=spec.vm.vcpus,
         kernel=KERNEL,
         initrd=INITRD,
