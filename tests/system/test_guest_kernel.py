@@ -32,7 +32,9 @@ def make_layer(folder: Path) -> Path:
     tree, image = folder / "tree", folder / "layer"
     tree.mkdir()
     (tree / "hello").write_text("from the layer")
-    (tree / "large").write_bytes(os.urandom(2 * 4096))  # whole blocks: the tail of a file has no DAX
+    (tree / "large").write_bytes(
+        os.urandom(2 * 4096)
+    )  # whole blocks: the tail of a file has no DAX
     subprocess.run(["mkfs.erofs", str(image), str(tree)], check=True, stdout=subprocess.DEVNULL)
     os.truncate(image, 2 << 20)
     return image

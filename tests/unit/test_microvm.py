@@ -1,0 +1,292 @@
+"""The microVM backend on a fake jail and a fake monitor: what is taken, and given back, when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dsecd.backends import microvm, microvm_machine
+from dsecd.backends.abc import Handle
+from dsecd.backends.fake import FakeBackend
+from dsecd.backends.microvm import Held, MicroVMBackend
+from dsecd.backends.spec import Spec, VmSpec
+from dsecd.config import Config, Paths
+from dsecd.engine.request import compile_spec
+from dsecd.host.plan import Bind
+from dsecd.images.local import Local, Located
+from dsecd.images.manifest import Config as Defaults
+from dsecd.images.tool import Report
+from dsecd.model import Death
+from libdsec.errors import InvalidArgument, Unavailable
+from libdsec.model import DSecContainerRunArgs
+from tests.unit.flat_layers import make_layer, of_files
+from tests.unit.microvm_fakes import FakeVmm
+
+MIB = 1 << 20
+ID = "s0-n0-1-1"
+JAIL = "base/dsec-qemu:test"
+
+
+class Environments:
+    """One layer, which is known for as long as `locate` was called."""
+
+    def __init__(self, local: Local) -> None:
+        self.local, self.known = local, False
+
+    def recall(self, spec: Spec) -> Located | None:
+        return Located(Defaults(env={"FROM": "image"}), (self.local,)) if self.known else None
+
+    async def locate(self, spec: Spec) -> Located:
+        self.known = True
+        found = self.recall(spec)
+        assert found is not None
+        return found
+
+    async def pull(self, spec: Spec, report: Report) -> None: ...
+
+
+class Jail(FakeBackend):
+    """Remembers what it was asked to be."""
+
+    def __init__(self) -> None:
+        super().__init__(name="container")
+        self.specs: list[Spec] = []
+        self.failing = ""
+
+    async def create(self, handle: Handle, spec: Spec):  # type: ignore[no-untyped-def]
+        self.specs.append(spec)
+        return await super().create(handle, spec)
+
+    async def pause(self, handle, save):  # type: ignore[no-untyped-def]
+        if self.failing == "pause":
+            raise Unavailable("no freezer")
+        await super().pause(handle, save)
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.deaths: list[tuple[str, Death]] = []
+        self.ooms: list[int] = []
+
+    def died(self, sandbox: str, death: Death) -> None:
+        self.deaths.append((sandbox, death))
+
+    def oom(self, sandbox: str, kills: int) -> None:
+        self.ooms.append(kills)
+
+    def denied(self, sandbox: str, detail: dict[str, str]) -> None: ...
+
+
+class Bed:
+    def __init__(self, tmp_path: Path) -> None:
+        store = tmp_path / "store"
+        store.mkdir()
+        self.local = make_layer(store, of_files(os.urandom(MIB)))[1]
+        self.root = tmp_path / "root"
+        (self.root / "vm").mkdir(parents=True)
+        self.environments, self.jail, self.vmm = Environments(self.local), Jail(), FakeVmm()
+        self.ears = Ears()
+        self.config = Config(paths=Paths(state=str(tmp_path / "state")))
+        self.backend = self.make()
+
+    def make(self) -> MicroVMBackend:
+        backend = MicroVMBackend(self.config, self.jail, self.environments)
+        backend._host.vmm = self.vmm
+
+        async def image(layers: object) -> str:
+            backend._host.jail_image = JAIL
+            return JAIL
+
+        async def start() -> None:
+            backend._host.flats.start()
+
+        backend._host.provide_jail_image = image  # type: ignore[method-assign,assignment]
+        backend._host.start = start  # type: ignore[method-assign]
+        return backend
+
+    async def start(self) -> None:
+        await self.jail.start(self.ears)
+        await self.backend.start(self.ears)
+
+    async def create(self, asked: Spec) -> Handle:
+        await self.backend.locate(asked)
+        handle = self.backend.prepare(ID, asked)
+        return (await self.backend.create(handle, asked)).handle
+
+    def users(self) -> int:
+        return self.backend._host.flats.users(self.local.digest)
+
+
+def spec(**vm: object) -> Spec:
+    args = DSecContainerRunArgs(container_image="base/x", memory_limit_mb=129, disk_limit_mb=64)
+    shared = compile_spec(ID, args)
+    wanted = {"vcpus": 2, "layers": "pmem", "data_disk_bytes": 0} | vm
+    return msgspec.structs.replace(shared, vm=VmSpec(**wanted))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bed]:
+    made = Bed(tmp_path)
+    monkeypatch.setattr(microvm.vm_disks, "root_of", lambda pid: made.root)
+    monkeypatch.setattr(microvm_machine, "EXPLAIN_S", 0.05)
+    await made.start()
+    yield made
+    await made.backend.close()
+    made.vmm.end()
+
+
+async def test_the_jail_has_room_for_the_guest_and_its_monitor(bed: Bed) -> None:
+    await bed.create(spec(data_disk_bytes=32 * MIB))
+    asked = bed.jail.specs[0]
+    assert (asked.image, asked.user, asked.upper) == (JAIL, "vmm", "disk")
+    assert asked.memory_bytes == (130 + 100) * MIB, "the guest's in steps of 2 MiB, and the VMM's"
+    assert asked.disk_bytes > (64 + 32) * MIB
+    assert asked.no_new_privileges
+    flat = bed.backend._host.flats.find(bed.local.digest)
+    assert flat is not None
+    assert Bind(flat.path, "/vm/layer0") in asked.binds
+    assert all(bind.read_only for bind in asked.binds)
+
+
+async def test_the_guest_gets_what_was_asked_for_and_what_its_image_says(bed: Bed) -> None:
+    await bed.create(msgspec.structs.replace(spec(), env={"MINE": "1"}, workdir="/w"))
+    begun = next(args for op, args in bed.vmm.agent.asked if op == "vm.begin")
+    config = msgspec.msgpack.decode(begun["config"])
+    assert config["env"]["FROM"] == "image"
+    assert (config["env"]["MINE"], config["workdir"]) == ("1", "/w")
+    assert {name for name, _, _ in begun["files"]} >= {"etc/hosts", "etc/machine-id"}
+    assert begun["dax"] is True
+
+
+async def test_its_disks_lie_in_the_jail_and_belong_to_the_monitor(bed: Bed) -> None:
+    await bed.create(spec(data_disk_bytes=32 * MIB))
+    upper, data = ((bed.root / "vm" / name).stat() for name in ("upper.img", "data.img"))
+    assert (upper.st_size, data.st_size, data.st_blocks) == (64 * MIB, 32 * MIB, 0)
+    assert upper.st_blocks * 512 < MIB, "sparse"
+    assert upper.st_uid == (bed.root / "vm").stat().st_uid
+
+
+async def test_layers_have_a_user_for_as_long_as_the_sandbox_lives(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    await asyncio.sleep(0)
+    assert bed.users() == 1
+    await bed.backend.destroy(handle)
+    assert bed.users() == 0
+    assert bed.jail.sandboxes == {}
+    await bed.backend.destroy(handle)  # again: nothing to do, and counted once
+    assert bed.users() == 0
+
+
+async def test_what_was_only_prepared_is_given_back(bed: Bed) -> None:
+    await bed.backend.locate(spec())
+    handle = bed.backend.prepare(ID, spec())
+    await asyncio.sleep(0)
+    assert bed.users() == 1
+    bed.backend.release(handle)
+    assert bed.users() == 0
+    assert bed.jail.prepared == set()
+
+
+async def test_a_location_that_is_not_used_leaves_no_user(bed: Bed) -> None:
+    await bed.backend.locate(spec())
+    assert bed.backend.located(spec())
+    await asyncio.sleep(0)
+    assert bed.users() == 0
+
+
+async def test_nothing_is_prepared_of_layers_that_are_not_here(bed: Bed) -> None:
+    assert not bed.backend.located(spec())
+    with pytest.raises(Unavailable, match="not located"):
+        bed.backend.prepare(ID, spec())
+
+
+async def test_a_machine_that_cannot_be_takes_nothing(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(plan: object) -> None:
+        raise InvalidArgument("300 layers", field="layers")
+
+    await bed.backend.locate(spec())
+    monkeypatch.setattr(bed.vmm, "compile", refuse)
+    with pytest.raises(InvalidArgument):
+        bed.backend.prepare(ID, spec())
+    await asyncio.sleep(0)
+    assert (bed.users(), bed.jail.prepared) == (0, set())
+
+
+async def test_a_pause_stops_the_guest_before_its_jail_and_is_journalled(bed: Bed) -> None:
+    handle, saved = await bed.create(spec()), list[Handle]()
+
+    async def save(now: Handle) -> None:
+        saved.append(now)
+        order.append("saved")
+
+    order = bed.vmm.machine.did
+    await bed.backend.pause(handle, save)
+    assert order == ["boot", "stop", "saved"]
+    assert msgspec.msgpack.decode(saved[-1].resources, type=Held).paused
+    await bed.backend.resume(handle, save)
+    assert order == ["boot", "stop", "saved", "saved", "cont"]
+    assert not msgspec.msgpack.decode(saved[-1].resources, type=Held).paused
+    assert any(op == "vm.clock" for op, _ in bed.vmm.agent.asked)
+
+
+async def test_a_pause_that_fails_leaves_the_guest_running(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    bed.jail.failing = "pause"
+
+    async def save(now: Handle) -> None: ...
+
+    with pytest.raises(Unavailable):
+        await bed.backend.pause(handle, save)
+    assert bed.vmm.machine.did == ["boot", "stop", "cont"]
+
+
+async def test_the_next_daemon_takes_a_machine_up_again(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    await bed.backend.close()
+    assert "quit" not in bed.vmm.machine.did
+    bed.backend = bed.make()
+    await bed.start()
+    instance = await bed.backend.recover(handle)
+    assert instance is not None
+    assert bed.users() == 1
+    assert bed.vmm.agent.asked[0][0] == "sys.ping"
+    await bed.backend.destroy(handle)
+    assert bed.users() == 0
+
+
+async def test_a_machine_whose_jail_is_gone_is_not_recovered_and_can_be_freed(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    await bed.backend.close()
+    bed.jail.sandboxes.clear()
+    bed.backend = bed.make()
+    await bed.start()
+    assert await bed.backend.recover(handle) is None
+    await bed.backend.destroy(handle)
+    assert bed.users() == 0
+
+
+async def test_deaths_and_kills_reach_the_engine_until_it_is_destroyed(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    await _until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
+    await bed.vmm.agent.killed(2)
+    await _until(lambda: bed.ears.ooms == [2])
+    assert bed.backend.oom_kills(handle) == 2
+    assert (await bed.backend.usage(handle)).oom_kills == 2
+    bed.vmm.machine.happen("panicked")
+    await _until(lambda: bool(bed.ears.deaths))
+    assert bed.ears.deaths[0][1].reason == "the guest's kernel panicked"
+    await bed.backend.destroy(handle)
+    assert len(bed.ears.deaths) == 1
+
+
+async def _until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

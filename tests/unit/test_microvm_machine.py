@@ -1,0 +1,204 @@
+"""One microVM between its monitor and its agent: how it starts, how its end is told, once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from dsecd.backends import microvm_machine
+from dsecd.backends.fake import FakeSandbox
+from dsecd.backends.microvm_machine import GuestMachine
+from dsecd.backends.microvm_plan import Begin
+from dsecd.engine.request import compile_spec
+from dsecd.host.vm_plan import VmPlan
+from dsecd.model import Death
+from libdsec.errors import Internal, InvalidArgument, Timeout
+from libdsec.model import DSecContainerRunArgs
+from tests.unit.microvm_fakes import Answer, FakeVmm, Silence
+
+PLAN = VmPlan(memory_bytes=64 << 20, kernel="/vm/kernel", upper="/vm/upper.img")
+BEGIN = Begin(
+    layers=("/dev/pmem0",), dax=True, upper="/dev/vda", files=[], hostname="h", pids=9,
+    network=None, time_ns=1, entropy=b"e" * 64, config=b"",
+)  # fmt: skip
+
+
+class Bed:
+    """A machine on fakes, and what it said."""
+
+    def __init__(self, answer: Answer = lambda op, args: None, deaf: int = 0) -> None:
+        spec = compile_spec("s0-n0-1-1", DSecContainerRunArgs(container_image="base/x"))
+        self.vmm = FakeVmm(answer, deaf)
+        self.jail = FakeSandbox("s0-n0-1-1", spec, self)  # type: ignore[arg-type]
+        self.deaths: list[Death] = []
+        self.kills: list[int] = []
+        self.machine = GuestMachine(
+            "s0-n0-1-1", self.vmm, PLAN, self.jail, Path("/nowhere"),
+            self.deaths.append, self.kills.append,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        await self.machine.start(("true",), BEGIN)
+
+    async def end(self) -> None:
+        await self.machine.close()
+        self.vmm.end()
+        self.jail.end()
+
+
+@pytest.fixture
+async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Bed]]:
+    for name, value in {
+        "BOOT_S": 1.0,
+        "ANSWER_S": 0.05,
+        "AGAIN_S": 0.01,
+        "EXPLAIN_S": 0.05,
+    }.items():
+        monkeypatch.setattr(microvm_machine, name, value)
+    beds: list[Bed] = []
+
+    def bed(*args: object, **fields: object) -> Bed:
+        beds.append(Bed(*args, **fields))  # type: ignore[arg-type]
+        return beds[-1]
+
+    yield bed
+    for one in beds:
+        await one.end()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_the_guest_is_told_what_it_is(make: Callable[..., Bed]) -> None:
+    bed = make()
+    await bed.start()
+    assert bed.jail.results["vmm"].exit_code == 0, "the monitor is the jail's command"
+    assert [op for op, _ in bed.vmm.agent.asked][:2] == ["sys.ping", "vm.begin"]
+    begun = bed.vmm.agent.asked[1][1]
+    assert (begun["layers"], begun["upper"], begun["hostname"]) == (["/dev/pmem0"], "/dev/vda", "h")
+
+
+async def test_a_guest_that_refuses_says_why_and_shows_its_console(
+    make: Callable[..., Bed],
+) -> None:
+    def answer(op: str, args: object) -> None:
+        if op == "vm.begin":
+            bed.vmm.machine.text = "EROFS: bad superblock"
+            raise InvalidArgument("layer 0: cannot mount /dev/pmem0")
+
+    bed = make(answer)
+    with pytest.raises(Internal, match=r"cannot mount /dev/pmem0.*bad superblock"):
+        await bed.start()
+
+
+async def test_a_guest_that_never_answers_is_given_up(make: Callable[..., Bed]) -> None:
+    bed = make(lambda op, args: Silence)
+    with pytest.raises(Timeout, match="did not start in 1 s"):
+        await bed.start()
+
+
+async def test_what_is_left_of_an_earlier_connection_does_no_harm(make: Callable[..., Bed]) -> None:
+    bed = make(deaf=2)
+    await bed.machine.adopt(paused=False)
+    assert len(bed.vmm.agents) == 3
+    assert bed.machine.channel is not None
+    assert bed.deaths == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "console", "reason"),
+    [
+        ("panicked", "Kernel panic - not syncing", "the guest's kernel panicked"),
+        ("shutdown", "", "the guest switched itself off"),
+        ("reset", "", "the guest began to reboot"),
+        ("shutdown", "reboot: System halted", "the guest halted"),
+    ],
+)
+async def test_an_end_is_told_once_as_what_it_was(
+    make: Callable[..., Bed], kind: str, console: str, reason: str
+) -> None:
+    bed = make()
+    await bed.start()
+    bed.vmm.machine.text = console
+    bed.vmm.machine.happen(kind)
+    bed.vmm.machine.happen("lost")
+    bed.vmm.agent.end()
+    await until(lambda: bool(bed.deaths))
+    await asyncio.sleep(0.2)
+    assert [death.reason for death in bed.deaths] == [reason]
+    if console:
+        assert console in bed.deaths[0].detail["console"]
+
+
+async def test_a_lost_agent_is_an_end_unless_the_monitor_has_a_better_reason(
+    make: Callable[..., Bed],
+) -> None:
+    bed = make()
+    await bed.start()
+    bed.vmm.agent.end()
+    await until(lambda: bool(bed.deaths))
+    assert bed.deaths[0].reason == "its agent closed the channel"
+
+
+async def test_a_guest_that_halted_is_noticed(
+    make: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halted = False
+    bed = make(lambda op, args: Silence if halted else None)
+    monkeypatch.setattr(microvm_machine, "PING_S", 0.01)
+    monkeypatch.setattr(microvm_machine, "SILENT_S", 0.05)
+    await bed.start()
+    await asyncio.sleep(0.1)
+    assert bed.deaths == []
+    halted, bed.vmm.machine.text = True, "[ 9.1] reboot: System halted"
+    await until(lambda: bool(bed.deaths))
+    assert bed.deaths[0].reason == "the guest halted"
+
+
+async def test_kills_in_the_guest_are_counted(make: Callable[..., Bed]) -> None:
+    bed = make()
+    await bed.start()
+    await until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
+    for count in (0, 1, 1, 3):
+        await bed.vmm.agent.killed(count)
+    await until(lambda: bed.machine.oom_kills == 3)
+    assert bed.kills == [1, 3]
+
+
+async def test_a_paused_guest_is_told_the_time_when_it_goes_on(make: Callable[..., Bed]) -> None:
+    bed = make()
+    await bed.start()
+    await bed.machine.stop()
+    await bed.machine.go_on()
+    assert bed.vmm.machine.did == ["boot", "stop", "cont"]
+    told = [args for op, args in bed.vmm.agent.asked if op == "vm.clock"]
+    assert len(told) == 1
+    assert told[0]["time_ns"] > 0
+    assert len(told[0]["entropy"]) == 64
+
+
+async def test_a_paused_guest_is_adopted_without_asking_it(make: Callable[..., Bed]) -> None:
+    bed = make()
+    await bed.machine.adopt(paused=True)
+    await asyncio.sleep(0.05)
+    assert bed.vmm.machines == []
+    assert bed.vmm.agent.asked == []
+    await bed.machine.go_on()
+    assert bed.vmm.machine.did == ["cont"]
+    await until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
+
+
+async def test_after_closing_nothing_is_told(make: Callable[..., Bed]) -> None:
+    bed = make()
+    await bed.start()
+    await bed.machine.close()
+    bed.vmm.agent.end()
+    await asyncio.sleep(0.2)
+    assert bed.deaths == []
+    assert "quit" not in bed.vmm.machine.did
