@@ -17,7 +17,7 @@ from dsecd.host import inside, vmm_tree
 from dsecd.host.qemu import PROGRAM, Qemu
 from dsecd.host.qemu_machine import QemuMachine
 from dsecd.host.qmp import Qmp
-from dsecd.host.vm_plan import EventKind, Ram, VmEvent, VmLayer, VmPlan
+from dsecd.host.vm_plan import EventKind, Ram, VmEvent, VmLayer, VmNetwork, VmPlan
 from libdsec.errors import Internal, Timeout, Unavailable, Unsupported, WrongState
 from tests.unit import qemu_guest
 
@@ -354,6 +354,22 @@ async def test_the_agents_port_is_connected_to(host: Host) -> None:
         async with asyncio.timeout(WAIT_S):
             while not await connected():  # noqa: ASYNC110 — it accepts in its own time
                 await asyncio.sleep(0.01)
+    machine.close()
+
+
+@pytest.mark.skipif(
+    shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
+    reason="ip or /dev/net/tun cannot be used",
+)
+async def test_a_tap_interface_is_the_guests_network(host: Host) -> None:
+    network = VmNetwork(interface="tap0", mac="02:00:00:00:00:01")
+    plan = host.plan(network=network)
+    command = 'ip tuntap add tap0 mode tap && exec "$@"'
+    enter = ("unshare", "--user", "--map-root-user", "--net", "sh", "-ec", command, "sh")
+    host.run_command((*enter, *Qemu().compile(plan).argv, "-S"))
+    machine = await Qemu().connect(ROOT, plan, host.heard, timeout_s=WAIT_S)
+    cards = await machine._qmp.ask("query-rx-filter", list[dict[str, Any]])
+    assert [card["main-mac"] for card in cards] == [network.mac]
     machine.close()
 
 
