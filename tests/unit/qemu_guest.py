@@ -19,6 +19,11 @@ def store(address: int, value: int) -> bytes:
     return b"\xc7\x06" + struct.pack("<HH", address, value)
 
 
+def count(address: int) -> bytes:
+    """Add one to 16 bits of memory: inc word [address]."""
+    return b"\xff\x06" + struct.pack("<H", address)
+
+
 def panic() -> bytes:
     """Tell pvpanic, as a kernel does."""
     return _out8(_PVPANIC, 1)

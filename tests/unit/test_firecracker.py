@@ -271,7 +271,7 @@ async def test_the_end_of_firecracker_is_told_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"SSH-2.0-OpenSSH_9.2\r\n", EMPTY + EMPTY, content("200", {"x": "y" * (1 << 20)})],
+    [b"SSH-2.0-OpenSSH_9.2\r\n\r\n", EMPTY + EMPTY, content("200", {"x": "y" * (1 << 20)})],
     ids=["other", "twice", "endless"],
 )
 async def test_what_is_no_answer_ends_the_connection(pair: Pair, answer: bytes) -> None:

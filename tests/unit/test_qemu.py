@@ -59,6 +59,12 @@ def test_the_kernel_is_handed_over_as_it_is() -> None:
     assert options(changed(firmware="qboot.rom"))["-bios"] == ["qboot.rom"]
 
 
+def test_qboot_has_no_generation_id() -> None:
+    """It does not know the command of the ACPI loader that this device needs, and stops."""
+    assert "vmgenid,guid=auto" in options(PLAN)["-device"]
+    assert "vmgenid,guid=auto" not in options(changed(firmware="/vm/qboot.rom"))["-device"]
+
+
 def test_accelerators_have_their_cpu() -> None:
     assert options(PLAN)["-accel"] == ["tcg,thread=multi,tb-size=128"]
     assert options(PLAN)["-cpu"] == ["max,-cx16"]

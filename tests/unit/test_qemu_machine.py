@@ -17,7 +17,7 @@ from dsecd.host import inside, vmm_tree
 from dsecd.host.qemu import PROGRAM, Qemu
 from dsecd.host.qemu_machine import QemuMachine
 from dsecd.host.qmp import Qmp
-from dsecd.host.vm_plan import EventKind, Ram, VmEvent, VmLayer, VmPlan
+from dsecd.host.vm_plan import EventKind, Ram, VmEvent, VmLayer, VmNetwork, VmPlan
 from libdsec.errors import Internal, Timeout, Unavailable, Unsupported, WrongState
 from tests.unit import qemu_guest
 
@@ -40,11 +40,9 @@ class Host:
 
     def plan(self, program: bytes = b"", **changes: Any) -> VmPlan:
         """Return a plan whose guest runs `program`."""
-        bios, kernel, upper = (self.path(name) for name in ("bios", "kernel", "upper.img"))
+        bios, kernel, upper = self.path("bios"), self.path("kernel"), self.image("upper.img")
         qemu_guest.write_bios(bios, program)
         kernel.write_bytes(bytes(4096))  # is read, never entered
-        upper.touch()
-        os.truncate(upper, MIB)
         plan = VmPlan(
             memory_bytes=16 * MIB,
             kernel=str(kernel),
@@ -57,6 +55,13 @@ class Host:
 
     def path(self, name: str) -> Path:
         return self.directory / name
+
+    def image(self, name: str, size_bytes: int = MIB) -> Path:
+        """Return a file of zeros."""
+        path = self.path(name)
+        path.touch()
+        os.truncate(path, size_bytes)
+        return path
 
     def run(self, plan: VmPlan, *more: str) -> subprocess.Popen[bytes]:
         argv = (*Qemu().compile(plan).argv, *more)
@@ -86,7 +91,8 @@ class Host:
                 await self._changed.wait()
 
     def end(self) -> None:
-        for process in self._running:
+        while self._running:
+            process = self._running.pop()
             process.kill()
             process.wait()
 
@@ -105,16 +111,11 @@ async def eventually(true: Callable[[], bool]) -> None:
 
 
 async def test_a_hundred_layers_and_all_devices_are_there(host: Host) -> None:
-    layer = host.path("layer")
-    layer.touch()
-    os.truncate(layer, 2 * MIB)
+    layer = host.image("layer", 2 * MIB)
     layers = tuple(
         VmLayer(str(layer), 2 * MIB, "block" if index % 10 == 9 else "pmem") for index in range(100)
     )
-    data = host.path("data.img")
-    data.touch()
-    os.truncate(data, MIB)
-    plan = host.plan(layers=layers, data=str(data))
+    plan = host.plan(layers=layers, data=str(host.image("data.img")))
     machine = await host.start(plan, "-S")
     assert await machine.status() == "starting"
     pci = await machine._qmp.ask("query-pci", list[dict[str, Any]])
@@ -248,9 +249,7 @@ async def test_without_a_balloon_it_is_a_wrong_state(host: Host) -> None:
 
 
 async def test_a_machine_is_saved_without_its_memory_and_goes_on_elsewhere(host: Host) -> None:
-    ram = host.path("ram")
-    ram.touch()
-    os.truncate(ram, 16 * MIB)
+    ram = host.image("ram", 16 * MIB)
     program = qemu_guest.store(0x500, 0xBEEF) + qemu_guest.say("stored")
     plan = host.plan(program, ram=Ram(path=str(ram)))
     machine = await host.start(plan)
@@ -269,8 +268,8 @@ async def test_a_machine_is_saved_without_its_memory_and_goes_on_elsewhere(host:
     assert await machine.status() == "running"
     await machine.quit()
     await host.until("lost")
+    host.end()  # it may still listen at the place of the next
 
-    host.events.clear()
     restored = await host.start(msgspec.structs.replace(plan, incoming=True))
     assert await restored.status() == "starting"
     await restored.load(str(state))
@@ -279,6 +278,48 @@ async def test_a_machine_is_saved_without_its_memory_and_goes_on_elsewhere(host:
     assert await restored.status() == "running"
     assert ram.read_bytes()[0x500:0x502] == b"\xef\xbe"
     await restored.quit()
+
+
+async def test_clones_stand_on_one_file_and_leave_it_as_it_is(host: Host) -> None:
+    ram, state = host.image("ram", 16 * MIB), host.path("state")
+    program = qemu_guest.for_ever(qemu_guest.count(0x500))
+    plan = host.plan(program, ram=Ram(path=str(ram)), balloon=False, free_page_reporting=False)
+    machine = await host.start(plan)
+    await eventually(lambda: ram.read_bytes()[0x500:0x502] != bytes(2))
+    await machine.stop()
+    await machine.save(str(state))
+    await machine.quit()
+    await host.until("lost")
+    host.end()
+
+    before = ram.read_bytes()
+    saved = int.from_bytes(before[0x500:0x502], "little")
+    for name in ("one", "two"):
+        clone = await host.start(
+            msgspec.structs.replace(
+                plan,
+                ram=Ram(path=str(ram), shared=False),
+                incoming=True,
+                control_socket=str(host.path(f"{name}.sock")),
+                agent_socket=str(host.path(f"{name}-agent.sock")),
+                upper=str(host.image(f"{name}.img")),
+            )
+        )
+        await clone.load(str(state))
+        assert await counted(clone) == saved
+        await clone.cont()
+        async with asyncio.timeout(WAIT_S):
+            while await counted(clone) == saved:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        clone.close()
+    assert ram.read_bytes() == before
+
+
+async def counted(machine: QemuMachine) -> int:
+    """Return the 16 bits at 0x500 of the guest's memory."""
+    command = {"command-line": "xp /1hx 0x500"}
+    text = await machine._qmp.ask("human-monitor-command", str, command)
+    return int(text.split(":")[1], 16)
 
 
 async def test_a_state_that_is_none_is_not_taken_up(host: Host) -> None:
@@ -302,10 +343,33 @@ async def test_a_link_in_the_place_of_a_state_is_not_followed(host: Host) -> Non
 async def test_the_agents_port_is_connected_to(host: Host) -> None:
     plan = host.plan()
     machine = await host.start(plan)
-    with await Qemu().open_agent(ROOT, plan):
+
+    async def connected() -> bool:
         chardevs = await machine._qmp.ask("query-chardev", list[dict[str, Any]])
         agent = next(one for one in chardevs if one["label"] == "agent")
-        assert not agent["filename"].startswith("disconnected")
+        return not agent["filename"].startswith("disconnected")
+
+    assert not await connected()
+    with await Qemu().open_agent(ROOT, plan):
+        async with asyncio.timeout(WAIT_S):
+            while not await connected():  # noqa: ASYNC110 — it accepts in its own time
+                await asyncio.sleep(0.01)
+    machine.close()
+
+
+@pytest.mark.skipif(
+    shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK),
+    reason="ip or /dev/net/tun cannot be used",
+)
+async def test_a_tap_interface_is_the_guests_network(host: Host) -> None:
+    network = VmNetwork(interface="tap0", mac="02:00:00:00:00:01")
+    plan = host.plan(network=network)
+    command = 'ip tuntap add tap0 mode tap && exec "$@"'
+    enter = ("unshare", "--user", "--map-root-user", "--net", "sh", "-ec", command, "sh")
+    host.run_command((*enter, *Qemu().compile(plan).argv, "-S"))
+    machine = await Qemu().connect(ROOT, plan, host.heard, timeout_s=WAIT_S)
+    cards = await machine._qmp.ask("query-rx-filter", list[dict[str, Any]])
+    assert [card["main-mac"] for card in cards] == [network.mac]
     machine.close()
 
 

@@ -146,8 +146,11 @@ def _apparmor(scratch: Path) -> str:
 
 
 def _vm(scratch: Path) -> str:
-    _, note = kvm.accelerator()
-    return "; ".join(filter(None, (f"QEMU {vmm_tree.version()}", note)))
+    if syscalls.host_arch() != "x86_64":
+        raise Unsupported("VMs", reason="microVMs are x86_64 machines (q35) only")
+    accel, _ = kvm.accelerator()
+    speed = "with KVM" if accel == "kvm" else kvm.EMULATED
+    return f"QEMU {vmm_tree.version()}; {speed}"
 
 
 def _kvm(scratch: Path) -> str:
