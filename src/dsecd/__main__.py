@@ -86,22 +86,24 @@ def make_backend(config: Config) -> Backend:
 
 def make_backends(config: Config) -> Backends:
     """Return what sandboxes run in here. Raises `InvalidArgument`, `Unsupported`."""
-    own = make_backend(config)
-    why = _without_microvms(config)
-    if why and config.vm.enabled == "yes":
-        raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
-    return Backends([own], absent={MICROVM: why or "this version of dsecd makes none"})
+    backends, absent = [make_backend(config)], dict[str, str]()
+    required = config.vm.enabled == "yes"
+    if why := _without_microvms(config):
+        if required:
+            raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
+        absent[MICROVM] = why
+    return Backends(backends, absent, optional=() if required else (MICROVM,))
 
 
 def _without_microvms(config: Config) -> str:
-    """Return why there are no microVMs here, and what to do about it; "" when there can be."""
+    """Return why there are no microVMs here and what to do about it, "" when there are."""
     if config.vm.enabled == "no":
         return "the operator turned microVMs off (vm.enabled in dsecd.toml)"
     if shutil.which(config.vm.qemu) is None:
         return f"{config.vm.qemu} is not installed (vm.qemu): install qemu-system-x86"
     if not config.guest_kernel.is_file():
         return f"the guest's kernel is not at {config.guest_kernel} (vm.kernel): install one there"
-    return ""
+    return "this version of dsecd makes none"
 
 
 def policies() -> tuple[Policies, Backends]:
