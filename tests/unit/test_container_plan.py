@@ -11,10 +11,10 @@ from dsecd.backends.container_plan import (
     Resources,
     Template,
     compile_plan,
-    machine_id,
     memory_upper_bytes,
     on_disk,
 )
+from dsecd.backends.inside import machine_id
 from dsecd.backends.spec import Spec
 from dsecd.engine.request import compile_spec
 from dsecd.host.network import Attachment

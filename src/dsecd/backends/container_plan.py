@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import msgspec
 
 from dsecd.backends.container_confine import Confinement
+from dsecd.backends.inside import NO_NETWORK, generated_files, init_config
 from dsecd.backends.spec import Spec
 from dsecd.host.network import Attachment
 from dsecd.host.plan import Bind, ContainerPlan, FileWrite, NewFile
 from dsecd.host.upper import Upper
 from dsecd.images.manifest import Config
-from dsecd.policy.landlock import Ruleset
-from dsecd.secrets import trust
 
-DEFAULT_ENV = {
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "LANG": "C.UTF-8",
-}
-NOFILE = 65536
-# Commands go before anything of the host when memory is short; dsec-init itself never does.
-OOM_SCORE_ADJ = 500
 # A memory upper is charged to the sandbox's memory: if it could fill all of it, a full disk would
 # show as an OOM kill.
 MEMORY_UPPER_SHARE = 0.75
@@ -56,24 +46,6 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     cpu_binds: tuple[Bind, ...] = ()
     trust_binds: tuple[Bind, ...] = ()  # of a container that has secrets
     defaults: Config = Config()  # of the environment
-
-
-class InitConfig(msgspec.Struct, kw_only=True):
-    """Configuration of dsec-init (docs/protocol.md)."""
-
-    sandbox: str
-    env: dict[str, str]
-    user: str
-    workdir: str
-    caps: int
-    seccomp: bytes
-    landlock: Ruleset | msgspec.UnsetType = msgspec.UNSET
-    no_new_privs: bool
-    output_limit: int
-    spool_limit: int
-    nofile: int = NOFILE
-    oom_score_adj: int = OOM_SCORE_ADJ
-    apparmor: str = ""
 
 
 def memory_upper_bytes(spec: Spec) -> int:
@@ -111,63 +83,37 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         upper_bytes=0 if upper else memory_upper_bytes(spec),
         upper_project=upper.project if upper else 0,
         dev_tree=template.dev_tree,
-        files=generated_files(given.sandbox, spec.hostname, given.attachment),
-        binds=given.cpu_binds + given.trust_binds,
+        files=_files(spec, given),
+        binds=given.cpu_binds + given.trust_binds + spec.binds,
         read_only=given.confinement.read_only,
         masked=given.confinement.masked,
         guards=given.confinement.guards,
         hostname=spec.hostname,
         cpus=given.cpus,
-        init_config=init_config(template, spec, given),
+        init_config=init_config(
+            given.sandbox,
+            spec,
+            given.defaults,
+            caps=template.caps,
+            seccomp=given.confinement.seccomp,
+            landlock=given.confinement.landlock,
+            apparmor=given.confinement.apparmor,
+        ),
         trace=template.trace,
     )
 
 
-def generated_files(
-    sandbox: str, hostname: str, attachment: Attachment | None
-) -> tuple[NewFile, ...]:
-    """Return the files that name the sandbox and its network."""
-    own = attachment.address if attachment else "127.0.1.1"
-    hosts = f"127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n{own}\t{hostname}\n"
-    if attachment and attachment.address6:
-        hosts += f"{attachment.address6}\t{hostname}\n"
-    resolv = attachment.resolv_conf if attachment else "# this sandbox has no network\n"
-    return (
-        NewFile("etc/hostname", f"{hostname}\n".encode()),
-        NewFile("etc/hosts", hosts.encode()),
-        NewFile("etc/machine-id", f"{machine_id(sandbox)}\n".encode(), 0o444),
-        NewFile("etc/resolv.conf", resolv.encode()),
+def _files(spec: Spec, given: Resources) -> tuple[NewFile, ...]:
+    attachment = given.attachment
+    if attachment is None:
+        return generated_files(given.sandbox, spec.hostname, "", "", NO_NETWORK)
+    return generated_files(
+        given.sandbox,
+        spec.hostname,
+        attachment.address,
+        attachment.address6,
+        attachment.resolv_conf,
     )
-
-
-def machine_id(sandbox: str) -> str:
-    """Return the machine-id(5) of a sandbox: the same over its life, different from any other."""
-    return hashlib.blake2b(sandbox.encode(), digest_size=16, person=b"dsec machine-id").hexdigest()
-
-
-def init_config(template: Template, spec: Spec, given: Resources) -> bytes:
-    """Return dsec-init's configuration, encoded: what was asked for, else the image's defaults."""
-    defaults = given.defaults
-    return msgspec.msgpack.encode(
-        InitConfig(
-            sandbox=given.sandbox,
-            env=DEFAULT_ENV | defaults.env | _trusting(spec) | spec.env,
-            user=spec.user or defaults.user or "root",
-            workdir=spec.workdir or defaults.workdir,
-            caps=template.caps,
-            seccomp=given.confinement.seccomp,
-            landlock=given.confinement.landlock or msgspec.UNSET,
-            no_new_privs=spec.no_new_privileges,
-            output_limit=spec.output_limit,
-            spool_limit=spec.spool_limit,
-            apparmor=given.confinement.apparmor,
-        )
-    )
-
-
-def _trusting(spec: Spec) -> dict[str, str]:
-    """Return what makes programs trust the proxy that adds secrets to their requests."""
-    return trust.environment() if spec.secrets else {}
 
 
 class CpuLoad:

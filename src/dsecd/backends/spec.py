@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from dsecd.host.plan import Bind
 from dsecd.policy.compile import Compiled
 from dsecd.secrets.secret import Secret
 from libdsec.model import CONTAINER
@@ -49,3 +50,4 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     no_new_privileges: bool
     output_limit: int
     spool_limit: int
+    binds: tuple[Bind, ...] = ()  # of the host's files: of a backend that builds on another

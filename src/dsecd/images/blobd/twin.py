@@ -20,6 +20,7 @@ from typing import Any
 
 import pyfuse3
 import trio
+from pyfuse3 import FileHandleT, InodeT, ModeT
 
 from dsecd.config import Log
 from dsecd.images.blobd.twin_blob import BLOCK, Blob
@@ -46,8 +47,8 @@ class Directory(pyfuse3.Operations):
 
     def _attributes(self, blob: Blob | None) -> Any:
         entry = pyfuse3.EntryAttributes()
-        entry.st_ino = blob.nodeid if blob else pyfuse3.ROOT_INODE
-        entry.st_mode = stat.S_IFREG | 0o400 if blob else stat.S_IFDIR | 0o500
+        entry.st_ino = InodeT(blob.nodeid) if blob else pyfuse3.ROOT_INODE
+        entry.st_mode = ModeT(stat.S_IFREG | 0o400 if blob else stat.S_IFDIR | 0o500)
         entry.st_size = blob.length if blob else 0
         entry.st_blksize = BLOCK
         entry.entry_timeout, entry.attr_timeout = 0, _VALID_S
@@ -65,7 +66,7 @@ class Directory(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: Any) -> Any:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise pyfuse3.FUSEError(errno.EROFS)
-        return pyfuse3.FileInfo(fh=inode, direct_io=True, keep_cache=True)
+        return pyfuse3.FileInfo(fh=FileHandleT(inode), direct_io=True, keep_cache=True)
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
         assert self.cache is not None
@@ -77,8 +78,8 @@ class Directory(pyfuse3.Operations):
             _log.error("cannot read the cache: %s", error)
             raise pyfuse3.FUSEError(errno.EIO) from error
 
-    async def opendir(self, inode: int, ctx: Any) -> int:
-        return inode
+    async def opendir(self, inode: int, ctx: Any) -> FileHandleT:
+        return FileHandleT(inode)
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
         return
