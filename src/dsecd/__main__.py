@@ -88,28 +88,29 @@ def make_backends(config: Config) -> Backends:
     """Return what sandboxes run in here. Raises `InvalidArgument`, `Unsupported`."""
     from dsecd.backends.container import ContainerBackend
 
-    own = make_backend(config)
+    own, required = make_backend(config), config.vm.enabled == "yes"
     why = _without_microvms(config)
-    if why and config.vm.enabled == "yes":
+    if not why and not isinstance(own, ContainerBackend):
+        why = f"virtual machines are jailed in containers, and this is the {own.name} backend"
+    if why and required:
         raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
-    if why or not isinstance(own, ContainerBackend):
-        why = why or f"its virtual machines would be jailed in containers, not in {own.name}"
-        return Backends([own], absent={MICROVM: why})
-    from dsecd.backends.microvm import MicroVMBackend
+    backends, absent = [own], {MICROVM: why} if why else {}
+    if isinstance(own, ContainerBackend) and not why:
+        from dsecd.backends.microvm import MicroVMBackend
 
-    microvm = MicroVMBackend(config, own, own.environments())
-    return Backends([own, microvm], optional=[MICROVM] if config.vm.enabled == "auto" else [])
+        backends.append(MicroVMBackend(config, own, own.environments()))
+    return Backends(backends, absent, optional=() if required else (MICROVM,))
 
 
 def _without_microvms(config: Config) -> str:
-    """Return why there are no microVMs here, and what to do about it; "" when there can be."""
+    """Return why there are no microVMs here and what to do about it, "" when there are."""
     if config.vm.enabled == "no":
         return "the operator turned microVMs off (vm.enabled in dsecd.toml)"
     if shutil.which(config.vm.qemu) is None:
         return f"{config.vm.qemu} is not installed (vm.qemu): install qemu-system-x86"
     if not config.guest_kernel.is_file():
         return f"the guest's kernel is not at {config.guest_kernel} (vm.kernel): install one there"
-    return ""
+    return "this version of dsecd makes none"
 
 
 def policies() -> tuple[Policies, Backends]:

@@ -241,6 +241,11 @@ async def test_what_a_backend_cannot_do_is_refused_by_its_capabilities() -> None
         assert await client.call("sandbox.checkpoints", {"id": guest}) == []
         with pytest.raises(Unsupported, match="keeps no checkpoints"):
             await client.create("b", backend="microvm", from_checkpoint=f"{plain}/c1")
+        guests.capabilities = msgspec.structs.replace(guests.capabilities, checkpoints=True)
+        for key, backend, origin in (("p", "microvm", plain), ("g", "container", guest)):
+            with pytest.raises(InvalidArgument, match="its sandbox is not of the") as wrong:
+                await client.create(key, backend=backend, from_checkpoint=f"{origin}/c1")
+            assert wrong.value.detail["field"] == "from_checkpoint"
         with pytest.raises(Unsupported, match="microvm backend"):
             await client.create("n", backend="microvm", network="nat")
         # the other one is asked, and says for itself that it cannot

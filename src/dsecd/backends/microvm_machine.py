@@ -101,15 +101,13 @@ class GuestMachine:
     async def _connect(self, answer_s: float) -> None:
         self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
         await self._machine.boot(self._plan)
-        while True:
-            try:
+        while (status := await self._machine.status()) in ("starting", "running"):
+            # bytes of an earlier connection may have been under way: then it takes another one
+            with contextlib.suppress(TimeoutError, Unavailable):
                 self.channel = await self._open_agent(answer_s)
                 return
-            except (TimeoutError, Unavailable) as error:
-                # bytes of an earlier connection may have been under way
-                if await self._machine.status() != "running":
-                    raise Unavailable(f"no agent answers: {error}") from error
-                await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(AGAIN_S)
+        raise Unavailable(f"its machine is {status}")
 
     async def _open_agent(self, answer_s: float) -> AgentChannel:
         """Return a channel whose other end is at the beginning, too."""

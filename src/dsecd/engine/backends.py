@@ -46,7 +46,8 @@ class Backends:
     ) -> None:
         self.own = backends[0]
         self._named = {backend.name: backend for backend in backends}
-        self.absent, self._optional = dict(absent or {}), frozenset(optional)
+        self.absent = dict(absent or {})
+        self._optional = frozenset(optional)
 
     @property
     def names(self) -> list[str]:

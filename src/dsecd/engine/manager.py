@@ -124,7 +124,7 @@ class Manager:
         name = make_id(self.config.shard, self.config.node, self.epoch, self._serial)
         account = self.policies.get(args, args.strict, backend)
         spec = granted(compile_spec(name, args, account, kind), args, backend)
-        check_offered(spec, backend)
+        check_offered(spec, backend, self.live)
         self.admission.take(spec, self.creating)
         self._serial += 1
         sandbox = Sandbox(name, key, owner, args, spec, backend, kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -17,7 +19,7 @@ from libdsec.model import CONTAINER, DSecContainerRunArgs, VmArgs
 
 MIB = 1 << 20
 MIN_MEMORY_MB = 8
-MIN_GUEST_MB = 64  # its kernel, with what it was unpacked from, takes half of that
+MIN_GUEST_MB = 64  # less holds no kernel with its initramfs and agent
 MAX_VCPUS = 64
 MAX_KEY = 200
 _decode = msgspec.msgpack.Decoder(DSecContainerRunArgs).decode
@@ -81,11 +83,23 @@ def compile_spec(
     )
 
 
-def check_offered(spec: Spec, backend: Backend) -> None:
-    """Raise `Unsupported` for what `backend` does not offer."""
+class Placed(Protocol):
+    """A sandbox, of which only its backend matters."""
+
+    backend: Backend
+
+
+def check_offered(spec: Spec, backend: Backend, live: Mapping[str, Placed]) -> None:
+    """Raise `Unsupported` for what `backend` does not offer.
+
+    `live` are the sandboxes to branch from: one of another backend raises `InvalidArgument`.
+    """
     able = backend.capabilities
     if spec.checkpoint:
         require(backend, "checkpoints")
+        origin = live.get(spec.checkpoint.rpartition("/")[0])
+        same = origin is None or origin.backend is backend
+        _require(same, "from_checkpoint", f"its sandbox is not of the {backend.name} backend")
     for field, asked, offered in (
         ("network", spec.network, able.network),
         ("upper", spec.upper, able.upper),
