@@ -63,7 +63,7 @@ def test_without_qemu_or_kernel_there_are_no_microvms_and_it_says_why(
     assert f"the guest's kernel is not at {tmp_path}/guest/kernel (vm.kernel)" in why(qemu="qemu")
     (tmp_path / "guest").mkdir()
     (tmp_path / "guest/kernel").touch()
-    assert "this version of dsecd makes none" in why(qemu="qemu")
+    assert "jailed in containers, and this is the fake backend" in why(qemu="qemu")
     assert "turned microVMs off (vm.enabled" in why(enabled="no")
 
 

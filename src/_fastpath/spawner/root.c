@@ -398,7 +398,8 @@ static int open_inside(const struct creation *c, const char *path)
                      RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS);
 }
 
-static int make_inside(const struct creation *c, const char *path)
+/* What `tree` can be mounted on: a directory, or an empty file. */
+static int make_inside(const struct creation *c, int tree, const char *path)
 {
     const char *name = strrchr(path, '/');
     char folder[1024];
@@ -408,10 +409,15 @@ static int make_inside(const struct creation *c, const char *path)
         return -EINVAL;
     memcpy(folder, path, size);
     folder[size] = 0;
+    struct stat st;
+    if (fstat(tree, &st) < 0)
+        return -errno;
     int parent = open_inside(c, size ? folder : "/"), error = 0;
     if (parent < 0)
         return parent;
-    if (mkdirat(parent, ++name, 0755) < 0 ||
+    name++;
+    if ((S_ISDIR(st.st_mode) ? mkdirat(parent, name, 0755)
+                             : mknodat(parent, name, S_IFREG | 0644, 0)) < 0 ||
         fchownat(parent, name, c->plan->uid_base, c->plan->uid_base, AT_SYMLINK_NOFOLLOW) < 0)
         error = -errno;
     close(parent);
@@ -422,7 +428,7 @@ int attach_at(const struct creation *c, int tree, const char *path)
 {
     int at = open_inside(c, path);
     if (at == -ENOENT) {
-        int error = make_inside(c, path);
+        int error = make_inside(c, tree, path);
         at = error < 0 ? error : open_inside(c, path);
     }
     if (at < 0)

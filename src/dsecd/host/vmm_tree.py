@@ -95,9 +95,10 @@ def survey(program: Path = PROGRAM) -> Tree:
 
 
 def assemble(tree: Tree, to: Path) -> None:
-    """Copy `tree` into the empty directory `to`: owned by who does it, with fixed modes and times.
+    """Copy `tree` into the empty directory `to`, with fixed modes and times.
 
-    Raises `OSError`.
+    All of it belongs to who does it, but /vm, when that is root, to the monitor: it makes its
+    sockets there. Raises `OSError`.
     """
     for name in _DIRECTORIES:
         (to / name).mkdir(parents=True, exist_ok=True)
@@ -117,6 +118,8 @@ def assemble(tree: Tree, to: Path) -> None:
             os.utime(here / name, (0, 0), follow_symlinks=False)
         here.chmod(0o755)
     (to / "tmp").chmod(0o1777)
+    if os.geteuid() == 0:
+        os.chown(to / "vm", VMM_UID, VMM_UID)
     os.utime(to, (0, 0))
 
 
