@@ -258,6 +258,16 @@ const char *args_fncall(struct mp_bytes raw, struct fncall_args *out)
     return out->filter.n % 8 || out->filter.n > 4096 * 8 ? "field \"filter\" is malformed" : NULL;
 }
 
+const char *args_ping(struct mp_bytes raw, bool *first)
+{
+    static const struct field fields[] = { { "first", FLAG, 0, "field \"first\" is malformed" } };
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    *first = false;
+    if (mp_take_nil(&r))
+        return mp_finished(&r) ? NULL : "the arguments are not one map";
+    return fields_parse(raw, fields, COUNT(fields), NULL, first);
+}
+
 const char *args_nothing(struct mp_bytes raw)
 {
     struct mp_reader r = mp_reader_of(raw.p, raw.n);

@@ -81,6 +81,7 @@ uint64_t conns_tick(uint64_t now);
 struct call *call_open(struct conn *conn, uint64_t id);
 struct call *call_find(struct conn *conn, uint64_t id);
 void calls_drop(struct conn *conn);
+void calls_drop_others(struct call *kept); /* of its connection */
 
 /* Shared memory for frames and chunks in the making; valid until the next frame is begun. */
 extern uint8_t *scratch;

@@ -55,9 +55,18 @@ static void op_forward(struct call *call, struct mp_bytes raw)
         forward_start(call, port);
 }
 
+/* A serial port may lose one peer and get the next unseen, while the machine stands still: the first frame
+ * of a peer says so itself. */
 static void op_ping(struct call *call, struct mp_bytes raw)
 {
-    (void)raw;
+    bool first;
+    const char *problem = args_ping(raw, &first);
+    if (problem) {
+        refuse(call, problem);
+        return;
+    }
+    if (first)
+        calls_drop_others(call);
     reply_nil(call);
 }
 
