@@ -2,7 +2,8 @@
  * builds it, makes the seeds and runs it.
  *
  * The first byte chooses: the codec alone (read everything, write it again, read the same), or the
- * body of one frame on a connection. Forking is replaced, so that no command ever runs. */
+ * body of one frame on a connection, of a container or of a virtual machine. Forking is replaced, so
+ * that no command ever runs, and so is what a virtual machine would do to its system. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -12,6 +13,7 @@
 #include "../../src/_fastpath/init/conn.h"
 #include "../../src/_fastpath/init/process.h"
 #include "../../src/_fastpath/init/serve.h"
+#include "../../src/_fastpath/init/vm.h"
 
 static int peer = -1;
 
@@ -21,6 +23,34 @@ pid_t __wrap_child_fork(int cgroup_fd)
 {
     (void)cgroup_fd;
     return -11;
+}
+
+int __wrap_vm_build(struct vm_build *build, const struct vm_args *args);
+int __wrap_vm_build(struct vm_build *build, const struct vm_args *args)
+{
+    struct mp_reader layers = mp_reader_of(args->layers.p, args->layers.n);
+    struct mp_reader files = mp_reader_of(args->files.p, args->files.n);
+    for (uint32_t left = mp_get_array(&layers); left; left--)
+        vm_next_layer(&layers);
+    for (uint32_t left = args->files.p ? mp_get_array(&files) : 0; left; left--)
+        vm_next_file(&files);
+    if (layers.failed || (args->files.p && files.failed))
+        abort(); /* they were checked */
+    build->steps.current = "fuzz";
+    return -5;
+}
+
+int __wrap_vm_time_set(uint64_t time_ns);
+int __wrap_vm_time_set(uint64_t time_ns)
+{
+    (void)time_ns;
+    return 0;
+}
+
+int __wrap_vm_entropy_add(struct mp_bytes entropy);
+int __wrap_vm_entropy_add(struct mp_bytes entropy)
+{
+    return entropy.n == VM_ENTROPY ? 0 : -5;
 }
 
 static void copy_value(struct mp_reader *r, struct mp_writer *w, int depth)
@@ -109,9 +139,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
 {
     if (!n)
         return 0;
-    if (data[0] & 1)
+    if (data[0] & 1) {
         fuzz_codec(data + 1, n - 1);
-    else
-        fuzz_frames(data + 1, n - 1);
+        return 0;
+    }
+    vm_state = data[0] & 2 ? VM_WAITING : data[0] & 4 ? VM_BEGUN : VM_NONE;
+    fuzz_frames(data + 1, n - 1);
     return 0;
 }

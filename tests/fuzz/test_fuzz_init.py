@@ -19,8 +19,16 @@ from libdsec import wire
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "src/_fastpath"
 
+CONFIG = {"env": {"A": "b"}, "user": "u", "caps": 1, "oom_score_adj": -1}
+NETWORK = {"interface": "e", "addresses": ["10.0.0.2/24", "fd00::2/64"], "gateways": ["fe80::1"]}
+CLOCK = {"time_ns": 1, "entropy": b"e" * 64}
+MACHINE = {
+    "layers": ["/dev/a", "/dev/b"], "dax": True, "upper": "/dev/c", "pids": 1, "hostname": "h",
+    "files": [["etc/a", b"x", 0o644]], "config": msgspec.msgpack.encode(CONFIG),
+    "network": NETWORK, **CLOCK,
+}  # fmt: skip
 REQUESTS: list[tuple[str, object]] = [
-    ("sys.ping", {}),
+    ("sys.ping", {"first": True}),
     ("sys.stats", None),
     ("sys.pause", {}),
     ("exec.run", {"cid": "a", "argv": [b"true", b"x"], "env": {"A": "b"}, "timeout_s": 1.5}),
@@ -42,7 +50,12 @@ REQUESTS: list[tuple[str, object]] = [
     ("files.watch", {"path": b"p", "follow": False, "recursive": True}),
     ("net.forward", {"port": 1}),
     ("fncall.serve", {"argv": [b"a"], "env": {"A": "b"}, "filter": b"f" * 8, "files_bytes": 1}),
+    ("vm.begin", MACHINE),
+    ("vm.clock", CLOCK),
+    ("vm.watch", {}),
 ]
+REPLACED = ("child_fork", "vm_build", "vm_time_set", "vm_entropy_add")
+STATES = (b"\0", b"\2", b"\4")  # a container; a machine that waits for vm.begin, one that has it
 
 
 def seeds() -> list[bytes]:
@@ -53,7 +66,7 @@ def seeds() -> list[bytes]:
     frames += [wire.Item(1, wire.pack(b"x")), wire.Credit(1, 2), wire.Cancel(1), wire.End(1)]
     bodies = [wire.encode(frame)[4:] for frame in frames]
     values = [None, True, 1, -1, 2**40, -(2**40), 1.5, "s" * 40, b"b" * 300, [1] * 20, {"k": [{}]}]
-    return [b"\0" + body for body in bodies] + [
+    return [state + body for state in STATES for body in bodies] + [
         b"\1" + data for data in (*bodies, *map(msgspec.msgpack.encode, values))
     ]
 
@@ -67,7 +80,7 @@ def test_neither_codec_nor_frames_can_be_broken(tmp_path: Path) -> None:
     target = tmp_path / "fuzz_init"
     subprocess.run(
         [clang, "-std=gnu11", "-D_GNU_SOURCE=", "-g", "-O1", "-fsanitize=fuzzer,address,undefined",
-         "-fno-sanitize-recover=undefined", "-Wl,--wrap=child_fork",
+         "-fno-sanitize-recover=undefined", *(f"-Wl,--wrap={name}" for name in REPLACED),
          str(ROOT / "tests/fuzz/fuzz_init.c"),
          *(str(source) for source in sources if source.name != "main.c"), "-o", str(target)],
         check=True,

@@ -1,33 +1,9 @@
 #include "args.h"
 
-#include <stddef.h>
 #include <string.h>
 
+#include "fields.h"
 #include "limits.h"
-
-enum kind {
-    NAME, /* str without NUL, shorter than MAX_NAME */
-    PATH, /* bytes without NUL, shorter than MAX_PATH */
-    TEXT, /* bytes without NUL */
-    DATA, /* bytes */
-    FLAG,
-    NUMBER,
-    SECONDS,
-    TEXTS,  /* array of bytes without NUL, kept encoded */
-    PAIRS,  /* map of str to str without NUL, kept encoded */
-    NUMBERS, /* array of u32, kept encoded */
-    RAW,
-};
-
-struct field {
-    const char *name;
-    enum kind kind;
-    size_t offset;
-    const char *problem;
-};
-
-#define FIELD(type, name, member, kind) \
-    { name, kind, offsetof(type, member), "field \"" name "\" is malformed" }
 
 static bool clean(struct mp_bytes text, size_t limit)
 {
@@ -100,7 +76,7 @@ static bool listed(struct mp_bytes name, const char *list)
     return false;
 }
 
-static const char *parse(struct mp_bytes raw, const struct field *fields, size_t n_fields,
+const char *fields_parse(struct mp_bytes raw, const struct field *fields, size_t n_fields,
                          const char *allowed, void *out)
 {
     struct mp_reader r = mp_reader_of(raw.p, raw.n);
@@ -118,8 +94,6 @@ static const char *parse(struct mp_bytes raw, const struct field *fields, size_t
     return mp_finished(&r) ? NULL : "the arguments are not one map";
 }
 
-#define COUNT(array) (sizeof(array) / sizeof(array)[0])
-
 static const char *parse_pty(struct exec_args *out)
 {
     struct command_args size = { 0 };
@@ -127,7 +101,7 @@ static const char *parse_pty(struct exec_args *out)
         FIELD(struct command_args, "rows", rows, NUMBER),
         FIELD(struct command_args, "cols", cols, NUMBER),
     };
-    const char *problem = parse(out->pty_raw, fields, COUNT(fields), NULL, &size);
+    const char *problem = fields_parse(out->pty_raw, fields, COUNT(fields), NULL, &size);
     uint64_t rows = size.rows.set ? size.rows.value : 24;
     uint64_t cols = size.cols.set ? size.cols.value : 80;
     if (problem || !rows || !cols || rows > 65535 || cols > 65535)
@@ -159,7 +133,7 @@ const char *args_exec(struct mp_bytes raw, struct exec_args *out)
         FIELD(struct exec_args, "output_limit_bytes", output_limit, NUMBER),
     };
     memset(out, 0, sizeof *out);
-    const char *problem = parse(raw, fields, COUNT(fields), NULL, out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
     if (problem)
         return problem;
     if (!out->cid.p || !out->cid.n)
@@ -195,7 +169,7 @@ const char *args_session(struct mp_bytes raw, struct session_args *out)
         FIELD(struct session_args, "shell", shell, NAME),
     };
     memset(out, 0, sizeof *out);
-    const char *problem = parse(raw, fields, COUNT(fields), NULL, out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
     if (problem)
         return problem;
     return out->name.p && out->name.n ? NULL : "field \"name\" is missing";
@@ -214,7 +188,7 @@ const char *args_command(struct mp_bytes raw, const char *allowed, struct comman
         FIELD(struct command_args, "stderr_offset", stderr_offset, NUMBER),
     };
     memset(out, 0, sizeof *out);
-    const char *problem = parse(raw, fields, COUNT(fields), allowed, out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), allowed, out);
     if (problem)
         return problem;
     return out->cid.p && out->cid.n ? NULL : "field \"cid\" is missing";
@@ -237,7 +211,7 @@ const char *args_path(struct mp_bytes raw, const char *allowed, struct path_args
     };
     memset(out, 0, sizeof *out);
     out->follow_given = true;
-    const char *problem = parse(raw, fields, COUNT(fields), allowed, out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), allowed, out);
     if (problem)
         return problem;
     out->nofollow = !out->follow_given;
@@ -256,7 +230,7 @@ const char *args_port(struct mp_bytes raw, uint16_t *port)
     static const struct field fields[] = {
         FIELD(struct command_args, "port", rows, NUMBER),
     };
-    const char *problem = parse(raw, fields, COUNT(fields), NULL, &parsed);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, &parsed);
     if (problem)
         return problem;
     if (!parsed.rows.set || parsed.rows.value == 0 || parsed.rows.value > 65535)
@@ -275,7 +249,7 @@ const char *args_fncall(struct mp_bytes raw, struct fncall_args *out)
         FIELD(struct fncall_args, "network", network, FLAG),
     };
     memset(out, 0, sizeof *out);
-    const char *problem = parse(raw, fields, COUNT(fields), NULL, out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
     if (problem)
         return problem;
     struct mp_reader argv = mp_reader_of(out->argv.p, out->argv.n);
@@ -284,10 +258,20 @@ const char *args_fncall(struct mp_bytes raw, struct fncall_args *out)
     return out->filter.n % 8 || out->filter.n > 4096 * 8 ? "field \"filter\" is malformed" : NULL;
 }
 
+const char *args_ping(struct mp_bytes raw, bool *first)
+{
+    static const struct field fields[] = { { "first", FLAG, 0, "field \"first\" is malformed" } };
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    *first = false;
+    if (mp_take_nil(&r))
+        return mp_finished(&r) ? NULL : "the arguments are not one map";
+    return fields_parse(raw, fields, COUNT(fields), NULL, first);
+}
+
 const char *args_nothing(struct mp_bytes raw)
 {
     struct mp_reader r = mp_reader_of(raw.p, raw.n);
     if (mp_take_nil(&r))
         return mp_finished(&r) ? NULL : "the arguments are not one map";
-    return parse(raw, NULL, 0, NULL, NULL);
+    return fields_parse(raw, NULL, 0, NULL, NULL);
 }

@@ -55,6 +55,7 @@ const char *args_command(struct mp_bytes raw, const char *fields, struct command
 const char *args_path(struct mp_bytes raw, const char *fields, struct path_args *out);
 const char *args_port(struct mp_bytes raw, uint16_t *port);
 const char *args_fncall(struct mp_bytes raw, struct fncall_args *out);
+const char *args_ping(struct mp_bytes raw, bool *first);
 const char *args_nothing(struct mp_bytes raw);
 
 #endif

@@ -77,14 +77,24 @@ static void call_close(struct call *call)
     memset(call, 0, sizeof *call);
 }
 
+static void call_drop(struct call *call)
+{
+    if (call->ops && call->ops->drop)
+        call->ops->drop(call);
+    call_close(call);
+}
+
 void calls_drop(struct conn *conn)
 {
-    while (conn->calls) {
-        struct call *call = conn->calls;
-        if (call->ops && call->ops->drop)
-            call->ops->drop(call);
-        call_close(call);
-    }
+    while (conn->calls)
+        call_drop(conn->calls);
+}
+
+void calls_drop_others(struct call *kept)
+{
+    struct call *call;
+    while ((call = kept->conn->calls != kept ? kept->conn->calls : kept->next))
+        call_drop(call);
 }
 
 struct mp_writer frame_begin(void)

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "config.h"
+#include "port.h"
 
 static struct conn *conns;
 static struct source listener;
@@ -36,25 +37,34 @@ static bool peer_is_ours(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &n) == 0 && peer.pid == 0;
 }
 
-static void conn_adopt(int fd)
+bool conn_begin(struct conn *conn)
 {
+    conn->rx = map_alloc(RX_SMALL);
+    if (!conn->rx)
+        return false;
     clock_go(); /* who paused the sandbox may not have come to freezing it */
+    conn->rx_cap = RX_SMALL;
+    conn->io.ready = conn_ready;
+    source_watch(&conn->io, EPOLLIN);
+    return true;
+}
+
+static bool conn_adopt(int fd, bool port)
+{
     struct conn *conn = conns;
     while (conn < conns + MAX_CONNS && conn->used)
         conn++;
-    if (conn == conns + MAX_CONNS) {
+    if (conn == conns + MAX_CONNS || !source_open(&conn->io, fd, EPOLLIN, conn_ready)) {
         close(fd);
-        return;
-    }
-    memset(conn, 0, sizeof *conn);
-    conn->rx = map_alloc(RX_SMALL);
-    conn->rx_cap = RX_SMALL;
-    if (!conn->rx || !source_open(&conn->io, fd, EPOLLIN, conn_ready)) {
-        map_free(conn->rx, conn->rx_cap);
-        close(fd);
-        return;
+        return false;
     }
     conn->used = true;
+    conn->port = port;
+    if (port)
+        port_await(conn);
+    else if (!conn_begin(conn))
+        conn_doom(conn);
+    return true;
 }
 
 static void refuse_without_descriptors(void)
@@ -75,7 +85,7 @@ static void listener_ready(struct source *source, uint32_t events)
     if (fd < 0)
         return;
     if (peer_is_ours(fd))
-        conn_adopt(fd);
+        conn_adopt(fd, false);
     else
         close(fd);
 }
@@ -93,10 +103,10 @@ bool conns_open(int listen_fd)
     if (reserve_fd < 0)
         reserve_fd = open("/", O_PATH | O_CLOEXEC);
     fcntl(listen_fd, F_SETFL, O_NONBLOCK);
-    if (getsockopt(listen_fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &n) == 0 && listening)
+    bool is_socket = getsockopt(listen_fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &n) == 0;
+    if (listening)
         return source_open(&listener, listen_fd, EPOLLIN, listener_ready);
-    conn_adopt(listen_fd); /* one stream that is already connected: a VM's serial port or vsock */
-    return conns[0].used;
+    return conn_adopt(listen_fd, !is_socket); /* one stream: connected already, or a VM's serial port */
 }
 
 static void drop_fds(struct conn *conn)
@@ -118,10 +128,19 @@ static void conn_close(struct conn *conn)
 {
     calls_drop(conn);
     drop_fds(conn);
-    source_close(&conn->io);
     map_free(conn->rx, conn->rx_cap);
     map_free(conn->tx, conn->tx_cap);
-    memset(conn, 0, sizeof *conn);
+    if (!conn->port) {
+        source_close(&conn->io);
+        memset(conn, 0, sizeof *conn);
+        return;
+    }
+    bool ended = conn->ended;
+    *conn = (struct conn){ .io = conn->io, .used = true, .port = true };
+    if (ended)
+        port_await(conn);
+    else
+        port_ignore(conn);
 }
 
 void conn_doom(struct conn *conn)
@@ -158,9 +177,8 @@ void conn_send(struct conn *conn, const void *frame, size_t n)
     if (conn->doomed)
         return;
     if (!conn->tx_len) {
-        ssize_t sent = send(conn->io.fd, p, n, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent < 0 && errno == ENOTSOCK)
-            sent = write(conn->io.fd, p, n);
+        ssize_t sent = conn->port ? write(conn->io.fd, p, n)
+                                  : send(conn->io.fd, p, n, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno != EAGAIN && errno != EINTR) {
             conn_doom(conn);
             return;
@@ -274,6 +292,8 @@ static bool rx_fit(struct conn *conn)
  * table. */
 static ssize_t conn_receive(struct conn *conn, void *to, size_t room)
 {
+    if (conn->port)
+        return read(conn->io.fd, to, room);
     union {
         struct cmsghdr align;
         char room[CMSG_SPACE(sizeof conn->fds)];
@@ -284,8 +304,6 @@ static ssize_t conn_receive(struct conn *conn, void *to, size_t room)
         .msg_control = control.room, .msg_controllen = sizeof control.room,
     };
     ssize_t n = recvmsg(conn->io.fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (n < 0 && errno == ENOTSOCK) /* a serial port */
-        return read(conn->io.fd, to, room);
     struct cmsghdr *c = n < 0 ? NULL : CMSG_FIRSTHDR(&message);
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS) {
         drop_fds(conn);
@@ -308,6 +326,7 @@ static void conn_read(struct conn *conn)
         ssize_t n = conn_receive(conn, conn->rx + conn->rx_len, room);
         if (n < 0 && errno == EINTR)
             continue;
+        conn->ended = n == 0;
         if (n == 0 || (n < 0 && errno != EAGAIN))
             conn_doom(conn);
         if (n <= 0)
@@ -316,7 +335,7 @@ static void conn_read(struct conn *conn)
         conn_process(conn);
         if (!conn->doomed && conn->rx_len && !rx_fit(conn))
             conn_doom(conn);
-        if ((size_t)n < room)
+        if (!conn->port && (size_t)n < room) /* a port gives a page at a time */
             break; /* drained: saves the read that would say EAGAIN */
     }
     if (!conn->doomed)

@@ -34,6 +34,8 @@ struct conn {
     int fds[RX_FDS]; /* that came with what is in rx */
     unsigned n_fds;
     bool used, doomed, processing;
+    bool port;  /* of a VM: it stays when the peer has gone */
+    bool ended; /* the peer has gone, and all it sent was read */
     uint64_t held_until; /* != 0: later requests wait until a watch is in effect */
 };
 
@@ -64,6 +66,8 @@ struct failure {
 bool conns_open(int listen_fd);
 bool conn_table_open(void);
 bool call_table_open(void);
+/* Serve who is at the other end, with clean state; false: no memory. */
+bool conn_begin(struct conn *conn);
 void conn_send(struct conn *conn, const void *frame, size_t n);
 bool conn_room(const struct conn *conn);
 /* The peer broke the protocol: close once the running handler has returned. */
@@ -77,6 +81,7 @@ uint64_t conns_tick(uint64_t now);
 struct call *call_open(struct conn *conn, uint64_t id);
 struct call *call_find(struct conn *conn, uint64_t id);
 void calls_drop(struct conn *conn);
+void calls_drop_others(struct call *kept); /* of its connection */
 
 /* Shared memory for frames and chunks in the making; valid until the next frame is begun. */
 extern uint8_t *scratch;

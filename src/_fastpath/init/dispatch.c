@@ -9,6 +9,7 @@
 #include "root.h"
 #include "session.h"
 #include "transfer.h"
+#include "vm.h"
 
 static void refuse(struct call *call, const char *problem)
 {
@@ -54,9 +55,18 @@ static void op_forward(struct call *call, struct mp_bytes raw)
         forward_start(call, port);
 }
 
+/* A serial port may lose one peer and get the next unseen, while the machine stands still: the first frame
+ * of a peer says so itself. */
 static void op_ping(struct call *call, struct mp_bytes raw)
 {
-    (void)raw;
+    bool first;
+    const char *problem = args_ping(raw, &first);
+    if (problem) {
+        refuse(call, problem);
+        return;
+    }
+    if (first)
+        calls_drop_others(call);
     reply_nil(call);
 }
 
@@ -145,10 +155,14 @@ static const struct operation {
     { "fncall.serve", fncall_serve },
     { "sys.ping", op_ping },          { "sys.stats", op_stats },
     { "sys.pause", op_pause },
+    { "vm.begin", vm_begin },         { "vm.clock", vm_clock },
+    { "vm.watch", vm_watch },
 };
 
 static void handle_request(struct call *call, struct mp_bytes op, struct mp_bytes args)
 {
+    if (!vm_admits(call, op))
+        return;
     for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
         if (mp_equal(op, operations[i].name)) {
             operations[i].handle(call, args);

@@ -22,6 +22,7 @@
 #include "root.h"
 #include "session.h"
 #include "transfer.h"
+#include "vm.h"
 
 #define REAP_BATCH 64
 
@@ -32,6 +33,8 @@ static struct source children;
 
 static void child_ended(pid_t pid, int status)
 {
+    if (status)
+        vm_watch_check();
     if (!jobs_reap(pid, status) && !sessions_reap(pid, status) && !transfers_reap(pid) &&
         !root_reap(pid))
         leaver_reap(pid);
@@ -87,6 +90,8 @@ bool process_alone(void)
 
 static void adopt_descriptors(void)
 {
+    if (vm_state != VM_NONE)
+        return; /* their places are reserved until vm.begin */
     for (int fd = FD_LISTEN; fd < FD_FIRST_FREE; fd++) {
         bool given = fcntl(fd, F_SETFD, FD_CLOEXEC) == 0;
         if (fd == FD_SPOOL)

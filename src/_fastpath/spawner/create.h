@@ -11,7 +11,7 @@
 
 #include "spawner/host.h"
 #include "spawner/plan.h"
-#include "spawner/steps.h"
+#include "native/steps.h"
 
 /* Descriptors of a creation; -1 when not (yet) there. */
 enum {

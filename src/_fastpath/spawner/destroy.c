@@ -6,7 +6,7 @@
 
 #include "native/kernel.h"
 #include "native/tree.h"
-#include "spawner/steps.h"
+#include "native/steps.h"
 
 #define NETNS_LOOKS 8 /* RETRY_MS apart */
 

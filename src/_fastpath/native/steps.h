@@ -1,6 +1,6 @@
 /* A sequence of named steps: which one runs, which one to fail, how long each took. */
-#ifndef DSEC_SPAWNER_STEPS_H
-#define DSEC_SPAWNER_STEPS_H
+#ifndef DSEC_STEPS_H
+#define DSEC_STEPS_H
 
 #include <errno.h>
 #include <stdbool.h>

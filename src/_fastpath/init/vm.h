@@ -1,0 +1,56 @@
+/* PID 1 of a virtual machine (docs/protocol.md, "In a VM"). */
+#ifndef DSEC_VM_H
+#define DSEC_VM_H
+
+#include "../native/steps.h"
+#include "conn.h"
+#include "vm_args.h"
+
+enum vm_state {
+    VM_NONE,    /* a container */
+    VM_WAITING, /* for vm.begin */
+    VM_BEGUN,
+};
+
+extern enum vm_state vm_state;
+
+/* What the kernel left to do: file systems, limits, and descriptors in their places: the port, the shell.
+ * NULL, or what failed. */
+const char *vm_open(void);
+/* False when `op` is none that can be asked for now: the call has failed. */
+bool vm_admits(struct call *call, struct mp_bytes op);
+
+void vm_begin(struct call *call, struct mp_bytes raw);
+void vm_clock(struct call *call, struct mp_bytes raw);
+void vm_watch(struct call *call, struct mp_bytes raw);
+/* Tell whoever watches of out-of-memory kills: before the result of a command that was one of them. */
+void vm_watch_check(void);
+
+/* --- what vm.begin does; each returns 0 or -errno ----------------------------------------- */
+
+struct vm_build {
+    struct steps steps;
+    char where[MAX_PATH]; /* a device or file that the step failed at; "": none */
+};
+
+int vm_build(struct vm_build *build, const struct vm_args *args);
+int vm_root_assemble(struct vm_build *build, const struct vm_args *args);
+int vm_files_write(struct vm_build *build, const struct vm_args *args);
+int vm_loopback_up(void);
+int vm_network_up(const struct vm_network *network);
+
+/* vm_clock.c */
+int vm_random_open(void);
+int vm_time_set(uint64_t time_ns);
+int vm_entropy_add(struct mp_bytes entropy);
+
+/* vm_watch.c: count of the kernel, and what tells that it changed. */
+int vm_kills_open(void);
+int vm_kills_follow(void);
+
+/* Mount `type` at `path`, which is made if need be. */
+int vm_mount(const char *type, const char *path, unsigned long flags, const char *options);
+/* Move `fd` to the place `number`, which is in use. Takes `fd`, which may be an error. */
+int vm_place(int fd, int number);
+
+#endif

@@ -1,0 +1,188 @@
+#include "vm_args.h"
+
+#include <arpa/inet.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fields.h"
+#include "limits.h"
+
+#define HOSTNAME_MAX 64 /* HOST_NAME_MAX of Linux */
+
+static const uint8_t *byte(struct mp_bytes text, char wanted)
+{
+    return text.n ? memchr(text.p, wanted, text.n) : NULL;
+}
+
+/* A path below /dev. */
+static bool is_device(struct mp_bytes path)
+{
+    return path.n > 5 && path.n < MAX_NAME && memcmp(path.p, "/dev/", 5) == 0 && !byte(path, 0);
+}
+
+static bool good_layers(struct mp_bytes raw)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    uint32_t n = mp_get_array(&r);
+    bool good = n > 0 && n <= VM_LAYERS;
+    while (good && n--)
+        good = is_device(mp_get_bytes(&r));
+    return good;
+}
+
+/* Names with one "/" between, none of them "." or "..". */
+static bool is_relative(struct mp_bytes path)
+{
+    bool good = path.n > 0 && path.n < MAX_PATH && !byte(path, 0);
+    while (good) {
+        const uint8_t *slash = byte(path, '/');
+        size_t n = slash ? (size_t)(slash - path.p) : path.n;
+        good = n > 0 && n < 256 && !(n <= 2 && memcmp(path.p, "..", n) == 0);
+        if (!slash)
+            break;
+        path = (struct mp_bytes){ slash + 1, path.n - n - 1 };
+    }
+    return good;
+}
+
+struct vm_file vm_next_file(struct mp_reader *r)
+{
+    struct vm_file file = { .mode = UINT32_MAX };
+    if (mp_get_array(r) != 3)
+        r->failed = true;
+    file.path = mp_get_str(r);
+    file.content = mp_get_bytes(r);
+    uint64_t mode = mp_get_u64(r);
+    if (mode <= 07777)
+        file.mode = (uint32_t)mode;
+    return file;
+}
+
+struct mp_bytes vm_next_layer(struct mp_reader *r)
+{
+    return mp_get_bytes(r);
+}
+
+static bool good_files(struct mp_bytes raw)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    bool good = true;
+    for (uint32_t left = mp_get_array(&r); good && left; left--) {
+        struct vm_file file = vm_next_file(&r);
+        good = !r.failed && is_relative(file.path) && file.mode != UINT32_MAX;
+    }
+    return good && mp_finished(&r);
+}
+
+/* An address; with `prefix`, "/" and its length must follow. */
+static bool read_address(struct mp_bytes raw, bool prefix, struct vm_address *out)
+{
+    char text[INET6_ADDRSTRLEN + 4], *end;
+    if (!raw.n || raw.n >= sizeof text)
+        return false;
+    memcpy(text, raw.p, raw.n);
+    text[raw.n] = 0;
+    char *slash = strchr(text, '/');
+    if (!slash != !prefix)
+        return false;
+    if (slash) {
+        *slash++ = 0;
+        if (*slash < '0' || *slash > '9')
+            return false;
+        out->prefix = (unsigned)strtoul(slash, &end, 10);
+        if (*end)
+            return false;
+    }
+    out->family = strchr(text, ':') ? AF_INET6 : AF_INET;
+    return out->prefix <= (out->family == AF_INET6 ? 128 : 32) &&
+           inet_pton(out->family, text, out->bytes) == 1;
+}
+
+static bool read_addresses(struct mp_bytes raw, bool prefix, struct vm_address *out, unsigned room,
+                           unsigned *n_out)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    uint32_t n = raw.p ? mp_get_array(&r) : 0;
+    if (n > room)
+        return false;
+    for (*n_out = 0; *n_out < n; (*n_out)++)
+        if (!read_address(mp_get_bytes(&r), prefix, &out[*n_out]))
+            return false;
+    return true;
+}
+
+struct network_fields {
+    struct mp_bytes interface, addresses, gateways;
+};
+
+static const char *read_network(struct mp_bytes raw, struct vm_network *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct network_fields, "interface", interface, NAME),
+        FIELD(struct network_fields, "addresses", addresses, TEXTS),
+        FIELD(struct network_fields, "gateways", gateways, TEXTS),
+    };
+    struct network_fields given = { 0 };
+    if (fields_parse(raw, fields, COUNT(fields), NULL, &given))
+        return "field \"network\" is malformed";
+    if (!given.interface.n || given.interface.n >= sizeof out->interface)
+        return "field \"network.interface\" is missing or too long";
+    memcpy(out->interface, given.interface.p, given.interface.n);
+    if (!read_addresses(given.addresses, true, out->addresses, VM_ADDRESSES, &out->n_addresses))
+        return "field \"network.addresses\" is not a list of at most 8 ADDRESS/PREFIX";
+    if (!read_addresses(given.gateways, false, out->gateways, VM_GATEWAYS, &out->n_gateways))
+        return "field \"network.gateways\" is not a list of at most 4 addresses";
+    return NULL;
+}
+
+static const char *check_clock(const struct vm_args *args)
+{
+    if (!args->time_ns.set || args->time_ns.value > INT64_MAX)
+        return "field \"time_ns\" is missing or out of range";
+    return args->entropy.n == VM_ENTROPY ? NULL : "field \"entropy\" is not 64 bytes";
+}
+
+const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct vm_args, "layers", layers, TEXTS),
+        FIELD(struct vm_args, "dax", dax, FLAG),
+        FIELD(struct vm_args, "upper", upper, NAME),
+        FIELD(struct vm_args, "files", files, RAW),
+        FIELD(struct vm_args, "hostname", hostname, NAME),
+        FIELD(struct vm_args, "pids", pids, NUMBER),
+        FIELD(struct vm_args, "network", network_raw, RAW),
+        FIELD(struct vm_args, "time_ns", time_ns, NUMBER),
+        FIELD(struct vm_args, "entropy", entropy, DATA),
+        FIELD(struct vm_args, "config", config, DATA),
+    };
+    memset(out, 0, sizeof *out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
+    if (problem)
+        return problem;
+    if (!out->layers.p || !good_layers(out->layers))
+        return "field \"layers\" is not a list of 1 to 32 paths below /dev";
+    if (!is_device(out->upper))
+        return "field \"upper\" is not a path below /dev";
+    if (out->files.p && !good_files(out->files))
+        return "field \"files\" is not a list of [relative path, content, mode]";
+    if (!out->hostname.n || out->hostname.n > HOSTNAME_MAX)
+        return "field \"hostname\" is missing or longer than 64 bytes";
+    if (!out->pids.set || !out->pids.value)
+        return "field \"pids\" is missing or 0";
+    if (!out->config.n)
+        return "field \"config\" is missing";
+    problem = out->network_raw.p ? read_network(out->network_raw, &out->network) : NULL;
+    return problem ? problem : check_clock(out);
+}
+
+const char *args_vm_clock(struct mp_bytes raw, struct vm_args *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct vm_args, "time_ns", time_ns, NUMBER),
+        FIELD(struct vm_args, "entropy", entropy, DATA),
+    };
+    memset(out, 0, sizeof *out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
+    return problem ? problem : check_clock(out);
+}

@@ -1,0 +1,45 @@
+/* Arguments of vm.begin and vm.clock (docs/protocol.md, "In a VM"). */
+#ifndef DSEC_VM_ARGS_H
+#define DSEC_VM_ARGS_H
+
+#include "args.h"
+
+#define VM_LAYERS 32
+#define VM_ADDRESSES 8
+#define VM_GATEWAYS 4
+#define VM_ENTROPY 64 /* bytes */
+
+struct vm_address {
+    int family; /* AF_INET or AF_INET6 */
+    unsigned prefix;
+    uint8_t bytes[16];
+};
+
+struct vm_network {
+    char interface[16]; /* "": none */
+    unsigned n_addresses, n_gateways;
+    struct vm_address addresses[VM_ADDRESSES], gateways[VM_GATEWAYS];
+};
+
+struct vm_file {
+    struct mp_bytes path, content; /* path: relative to the root */
+    uint32_t mode;
+};
+
+struct vm_args {
+    struct mp_bytes upper, hostname, entropy, config;
+    struct mp_bytes layers, files, network_raw; /* still encoded */
+    struct opt_u64 pids, time_ns;
+    struct vm_network network;
+    bool dax;
+};
+
+/* Each returns NULL, or a static text that says which field is wrong. */
+const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out);
+const char *args_vm_clock(struct mp_bytes raw, struct vm_args *out);
+
+/* The next element of `layers` and of `files`. */
+struct mp_bytes vm_next_layer(struct mp_reader *r);
+struct vm_file vm_next_file(struct mp_reader *r);
+
+#endif

@@ -1,0 +1,59 @@
+/* The steps of vm.begin, in their order. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "config.h"
+#include "vm.h"
+
+#define CGROUP "/sys/fs/cgroup/dsec"
+
+static int write_text(const char *path, const char *text)
+{
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0)
+        return -errno;
+    int error = write(fd, text, strlen(text)) < 0 ? -errno : 0;
+    close(fd);
+    return error;
+}
+
+/* The cgroup of all commands; we stay in the root of the tree. */
+static int make_cgroup(uint64_t pids)
+{
+    char limit[32];
+    snprintf(limit, sizeof limit, "%llu", (unsigned long long)pids);
+    int error = write_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu");
+    if (!error && mkdir(CGROUP, 0755) < 0)
+        error = -errno;
+    if (!error)
+        error = write_text(CGROUP "/pids.max", limit);
+    if (error)
+        return error;
+    int fd = open(CGROUP, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return vm_place(fd < 0 ? -errno : fd, FD_CGROUP);
+}
+
+static int set_hostname(struct mp_bytes name)
+{
+    return sethostname((const char *)name.p, name.n) < 0 ? -errno : 0;
+}
+
+int vm_build(struct vm_build *build, const struct vm_args *args)
+{
+    struct steps *s = &build->steps;
+    STEP(s, "time", vm_time_set(args->time_ns.value)); /* first: files that are made get theirs from it */
+    STEP(s, "entropy", vm_entropy_add(args->entropy));
+    int error = vm_root_assemble(build, args);
+    if (error)
+        return error;
+    STEP(s, "files", vm_files_write(build, args));
+    STEP(s, "hostname", set_hostname(args->hostname));
+    STEP(s, "cgroup", make_cgroup(args->pids.value));
+    STEP(s, "oom_kills", vm_kills_follow());
+    STEP(s, "loopback", vm_loopback_up());
+    STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
+    config.has_cgroup = config.has_spool = config.has_upper = config.has_shell = true;
+    return enter_step(s, "");
+}
