@@ -66,10 +66,10 @@ class MicroVMHost:
         init = binaries.find(self._config.paths.init, "dsec-init")
         fd = shell.open_shell(self._config.paths.shell or shell.DEFAULT)
         try:
-            with open(fd, "rb", closefd=False) as static:
-                content = initramfs(init.read_bytes(), static.read())
+            static = os.pread(fd, os.fstat(fd).st_size, 0)
         finally:
             os.close(fd)
+        content = initramfs(init.read_bytes(), static)
         # by content: guests that an earlier version started go on with theirs
         name = f"initrd-{hashlib.sha256(content).hexdigest()[:16]}"
         self.initrd = self._state / name

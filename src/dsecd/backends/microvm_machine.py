@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -26,7 +27,8 @@ AGAIN_S = 0.2  # long enough for the guest to see that the host went away
 PING_S, SILENT_S = 20.0, 60.0
 EXPLAIN_S = 2.0  # for the monitor to say why, after the agent is gone
 HALTED = "reboot: System halted"
-TOLD = 4000  # characters of a monitor's last words
+TOLD = 4000  # characters of last words
+_CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|c)|[^\x20-\x7e\n]")  # of terminals
 
 OnDeath = Callable[[Death], None]
 OnKills = Callable[[int], None]
@@ -198,8 +200,10 @@ class GuestMachine:
         """Return the end of the guest's console, or of what the monitor said when it is gone."""
         with contextlib.suppress(DSecError, TimeoutError):
             async with asyncio.timeout(EXPLAIN_S):
-                if self._machine is not None and (text := await self._machine.console()):
-                    return text[-TOLD:]
+                if self._machine is not None:
+                    text = _CONTROL.sub("", await self._machine.console()).strip()
+                    if text:
+                        return text[-TOLD:]
         with contextlib.suppress(DSecError, TimeoutError):
             async with asyncio.timeout(EXPLAIN_S):
                 return await self._monitor_words()
