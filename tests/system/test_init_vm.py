@@ -50,6 +50,8 @@ NETWORK = {
     "interface": "eth0",
     "addresses": ["10.0.2.15/24", "fd00::5/128"],
     "gateways": ["169.254.1.1", "fe80::1"],
+    "neighbours": [["169.254.1.1", "02:d5:ec:02:00:01"], ["fe80::1", "02:d5:ec:02:00:01"]],
+    "mtu": 1400,
 }
 EIGHT_MIB = 8 << 20
 
@@ -139,6 +141,10 @@ async def test_what_is_wrong_with_the_arguments_is_named(fresh: Guest) -> None:
             network | {"addresses": ["10.0.0.1"]},
             network | {"addresses": ["10.0.0.1/33"]},
             network | {"gateways": ["10.0.0.1/8"]},
+            network | {"neighbours": [["10.0.0.1"]]},
+            network | {"neighbours": [["10.0.0.1", "02:d5:ec:02:00:0g"]]},
+            network | {"neighbours": [["10.0.0.1", "02:d5:ec:02:00"]]},
+            network | {"mtu": 67},
             network | {"more": 1},
         ],
     }
@@ -186,7 +192,7 @@ async def test_commands_have_the_rights_of_root_and_none_of_our_descriptors(
 
 
 async def test_the_network_is_configured(client: WireClient) -> None:
-    done = await shell(client, "ip address; ip route; ip -6 route; ping -c 1 127.0.0.1")
+    done = await shell(client, "ip address; ip route; ip -6 route; ip neigh; ping -c 1 127.0.0.1")
     out = done.stdout.decode()
     assert done.exit_code == 0, done
     assert "inet 10.0.2.15/24" in out
@@ -194,6 +200,9 @@ async def test_the_network_is_configured(client: WireClient) -> None:
     assert "tentative" not in out.split("fd00::5")[1].split("\n")[0]
     assert "default via 169.254.1.1 dev eth0" in out
     assert "default via fe80::1 dev eth0" in out
+    for gateway in ("169.254.1.1", "fe80::1"):
+        assert f"{gateway} dev eth0 lladdr 02:d5:ec:02:00:01 PERMANENT" in out
+    assert "mtu 1400" in out
     assert "inet 127.0.0.1/8" in out
 
 

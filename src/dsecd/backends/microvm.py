@@ -30,12 +30,13 @@ from dsecd.backends.abc import (
     Save,
     Usage,
 )
+from dsecd.backends.agent import call
 from dsecd.backends.microvm_host import MicroVMHost
 from dsecd.backends.microvm_machine import GuestMachine
-from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, jail_spec, vm_plan
+from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, check_policy, jail_spec, vm_plan
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
-from dsecd.host import vm_disks
+from dsecd.host import addresses, network_veth, vm_disks
 from dsecd.host.vm_plan import VmPlan
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config as Defaults
@@ -44,9 +45,11 @@ from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
 from libdsec.errors import DSecError, Unavailable, Unsupported
-from libdsec.model import Feature, PackArgs, Packed
+from libdsec.model import Feature, PackArgs, Packed, WriteArgs
+from libdsec.wire import pack
 
 logger = logging.getLogger("dsecd.microvm")
+MECHANISMS = ("netns", "bpf_cgroup", "resolver")  # of a jail, those that hold for its guest
 
 
 class Held(msgspec.Struct, kw_only=True):
@@ -56,6 +59,7 @@ class Held(msgspec.Struct, kw_only=True):
     layers: tuple[str, ...]  # digests, bottom first
     plan: VmPlan
     paused: bool = False
+    ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
 
 
 class Holding:
@@ -92,9 +96,11 @@ class MicroVMBackend:
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, shell=True,
             trim=able.trim, pause=able.pause,
+            network=able.network,
             # to the guest's agent, and to the monitor
-            files_each=able.files_each + 2,
-            mechanisms=("netns",),
+            files_each=able.files_each + 2, files_ruled=able.files_ruled,
+            # on what the guest sends; the others know processes and files of this kernel
+            mechanisms=tuple(name for name in able.mechanisms if name in MECHANISMS),
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -143,6 +149,7 @@ class MicroVMBackend:
         if found is None:
             raise Unavailable("the layers were not located; try again")
         defaults, digests, files = found
+        check_policy(spec.policy.net if spec.policy is not None else None)
         plan = self._host.checked(
             vm_plan(spec, files, command_line=self._host.command_line, accel=self._host.accel)
         )
@@ -154,7 +161,7 @@ class MicroVMBackend:
             for digest in digests:
                 self._host.flats.release(digest)
             raise
-        held = Held(jail=jail, layers=digests, plan=plan)
+        held = Held(jail=jail, layers=digests, plan=plan, ruled=spec.policy is not None)
         holding = self._holdings[sandbox] = Holding(held, defaults)
         return holding.handle()
 
@@ -163,6 +170,7 @@ class MicroVMBackend:
         return jail_spec(
             spec,
             host.jail_image,
+            accel=plan.accel,
             overhead_bytes=host.vmm.overhead_bytes(plan),
             binds=binds(str(host.kernel), str(host.initrd), files),
         )
@@ -179,7 +187,9 @@ class MicroVMBackend:
         plan = holding.held.plan
         files = tuple(filter(None, map(host.flats.find, holding.held.layers)))
         jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, plan, files))
-        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
+        if jail.guest is None:  # none was asked for, or this host enforces no rules
+            plan = msgspec.structs.replace(plan, network=None)
+        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle, plan=plan)
         root = vm_disks.root_of(jail.pid)
         blank = await asyncio.to_thread(host.blank, spec.disk_bytes)
         await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
@@ -188,7 +198,7 @@ class MicroVMBackend:
         launch = host.vmm.compile(plan)
         holding.machine = self._machine(holding, jail, root)
         await holding.machine.start(
-            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices)
+            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices, jail)
         )
         return self._instance(holding, jail)
 
@@ -213,6 +223,8 @@ class MicroVMBackend:
             handle=holding.handle(),
             channel=holding.machine.channel,
             pid=jail.pid,
+            address=jail.address,
+            address6=jail.address6,
             notes=self._host.notes,
             steps_us=jail.steps_us,
             paused=holding.held.paused,
@@ -313,7 +325,18 @@ class MicroVMBackend:
         raise _lacking("streams of their own")
 
     async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        raise _lacking("networks")
+        """What is not allowed any more is dropped at once; the guest's connections hang, for its
+        sockets are not this kernel's to close."""
+        holding = self._holdings[handle.sandbox]
+        check_policy(policy)
+
+        async def save_jail(jail: Handle) -> None:
+            if not holding.held.ruled:
+                await _name_resolver(holding)
+            holding.held = msgspec.structs.replace(holding.held, jail=jail, ruled=True)
+            await save(holding.handle())
+
+        await self._jail.update_network(holding.held.jail, policy, save_jail)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         raise _lacking("saved changes")
@@ -345,6 +368,15 @@ class MicroVMBackend:
 
 def _lacking(what: str) -> Unsupported:
     return Unsupported(f"microVMs have no {what} yet; use a container", reason="backend")
+
+
+async def _name_resolver(holding: Holding) -> None:
+    """Have the guest ask the resolver that knows its rules."""
+    assert holding.machine is not None
+    assert holding.machine.channel is not None
+    text = addresses.resolv_conf((str(network_veth.RESOLVER),)).encode()
+    arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=text)
+    await call(holding.machine.channel, "files.write", pack(arguments))
 
 
 async def _let_go(holding: Holding) -> None:
