@@ -6,6 +6,7 @@ MicroVMs have one daemon for the module, which makes what they boot from once.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,16 @@ class Subject:
 
 
 class MicroVMClient(WireClient):
-    """Makes microVMs where the tests say no more than "a sandbox"."""
+    """Makes microVMs where the tests say no more than "a sandbox".
+
+    Keys are those of a client: others of the same daemon have had them.
+    """
+
+    _clients = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._number = next(self._clients)
 
     async def create(
         self,
@@ -50,7 +60,10 @@ class MicroVMClient(WireClient):
             container_image=image, **{"memory_limit_mb": MEMORY_MB, **fields}
         )
         create = model.CreateArgs(
-            key=key, args=args, backend=backend, vm=vm or model.VmArgs(layers="block")
+            key=f"{key} of {self._number}",
+            args=args,
+            backend=backend,
+            vm=vm or model.VmArgs(layers="block"),
         )
         info: model.SandboxInfo = await self.call(
             "sandbox.create", create, kind=model.SandboxInfo, timeout_s=CREATE_S

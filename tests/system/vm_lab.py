@@ -1,4 +1,4 @@
-"""A daemon that makes microVMs, and one census around it: its pools grow and shrink between tests."""
+"""A daemon that makes microVMs, with one census around it: its pools grow and shrink meanwhile."""
 
 from __future__ import annotations
 
