@@ -181,9 +181,7 @@ def configure(tree: Path) -> None:
 def unmet(fragment: str, config: str) -> list[str]:
     """Return the lines of `fragment` that `config`, a whole one, contradicts or lacks."""
     have = dict(settings(config))
-    return [
-        f"{name}={value}" for name, value in settings(fragment) if have.get(name, "n") != value
-    ]
+    return [f"{name}={value}" for name, value in settings(fragment) if have.get(name, "n") != value]
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,16 @@ from dsecd.backends.abc import (
 from dsecd.backends.agent import call
 from dsecd.backends.microvm_host import MicroVMHost
 from dsecd.backends.microvm_machine import GuestMachine
-from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, check_policy, jail_spec, vm_plan
+from dsecd.backends.microvm_plan import (
+    DATA,
+    UPPER,
+    VMM_DISK_BYTES,
+    begin,
+    binds,
+    check_policy,
+    jail_spec,
+    vm_plan,
+)
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import addresses, network_veth, vm_disks
@@ -214,7 +223,9 @@ class MicroVMBackend:
                 self._listener.oom(sandbox, kills)
 
         plan = holding.held.plan
-        return GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        machine = GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        machine.ping_s = self._host.ping_s
+        return machine
 
     def _instance(self, holding: Holding, jail: Instance) -> Instance:
         assert holding.machine is not None
@@ -283,7 +294,11 @@ class MicroVMBackend:
     async def usage(self, handle: Handle) -> Usage:
         holding = self._holdings[handle.sandbox]
         usage = await self._jail.usage(holding.held.jail)
-        return msgspec.structs.replace(usage, oom_kills=self.oom_kills(handle))
+        return msgspec.structs.replace(
+            usage,
+            oom_kills=self.oom_kills(handle),
+            disk_limit_bytes=max(0, usage.disk_limit_bytes - VMM_DISK_BYTES),
+        )
 
     def warmth(self, handle: Handle) -> abc.Warmth:
         return self._jail.warmth(self._holdings[handle.sandbox].held.jail)

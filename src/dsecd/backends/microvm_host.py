@@ -36,6 +36,7 @@ class MicroVMHost:
         self._state = config.state / "vm"
         self.vmm: Vmm = Qemu()
         self.kernel = config.guest_kernel
+        self.ping_s = config.vm.ping_s
         self.initrd = self._state / "initrd"
         self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
         self.accel: Accel = "tcg"

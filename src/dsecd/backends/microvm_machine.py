@@ -24,7 +24,8 @@ logger = logging.getLogger("dsecd.microvm")
 BOOT_S = 120.0  # an emulated guest on a busy host; a quick one has booted in two
 ANSWER_S = 10.0  # of an agent that runs, to the first frame of a connection
 AGAIN_S = 0.2  # long enough for the guest to see that the host went away
-PING_S, SILENT_S = 20.0, 60.0
+SILENT_S = 60.0
+HUSHED_S = 1.0  # after so long without an answer the console is looked at
 EXPLAIN_S = 2.0  # for the monitor to say why, after the agent is gone
 HALTED = "reboot: System halted"
 TOLD = 4000  # characters of last words
@@ -57,6 +58,7 @@ class GuestMachine:
         self.channel: AgentChannel | None = None
         self.oom_kills = 0
         self.paused = False
+        self.ping_s = 20.0
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -70,6 +72,8 @@ class GuestMachine:
             async with asyncio.timeout(BOOT_S):
                 await self._connect(BOOT_S)
                 assert self.channel is not None
+                # the time is that of now, after the boot
+                begin = msgspec.structs.replace(begin, time_ns=clock().time_ns)
                 await call(self.channel, "vm.begin", pack(begin))
         except TimeoutError as error:
             raise Timeout(
@@ -117,7 +121,8 @@ class GuestMachine:
         channel = await AgentChannel.adopt(stream, self._lost)
         try:
             async with asyncio.timeout(answer_s):
-                await call(channel, "sys.ping", pack({}))
+                # drops calls of an earlier connection whose end the guest may not have seen
+                await call(channel, "sys.ping", pack({"first": True}))
         except BaseException:
             channel.close()
             raise
@@ -150,19 +155,25 @@ class GuestMachine:
     async def _ping(self) -> None:
         """Notice a guest that stands still: a halted one tells nobody."""
         while True:
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(self.ping_s)
             channel = self.channel
             if self.paused or channel is None:
                 continue
+            answer = asyncio.ensure_future(call(channel, "sys.ping", pack({})))
             try:
-                async with asyncio.timeout(SILENT_S):
-                    await call(channel, "sys.ping", pack({}))
-            except TimeoutError:
-                if not self.paused:
+                for wait_s in (HUSHED_S, SILENT_S):
+                    await asyncio.wait({answer}, timeout=wait_s)
+                    if answer.done() or self.paused or HALTED in await self._last_words():
+                        break
+                if answer.done():
+                    await answer
+                elif not self.paused:
                     await self._explain("its agent does not answer")
                     return
             except DSecError:
                 return
+            finally:
+                answer.cancel()
 
     def _heard(self, event: VmEvent) -> None:
         reasons = {
