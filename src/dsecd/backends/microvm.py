@@ -193,12 +193,37 @@ class MicroVMBackend:
         await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
         if spec.vm.data_disk_bytes:
             await asyncio.to_thread(vm_disks.place_empty, root, DATA, spec.vm.data_disk_bytes)
-        launch = host.vmm.compile(plan)
         holding.machine = self._machine(holding, jail, root)
-        await holding.machine.start(
-            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices)
-        )
+        await self._start(holding, holding.machine, spec, root)
         return self._instance(holding, jail)
+
+    async def _start(self, holding: Holding, machine: GuestMachine, spec: Spec, root: Path) -> None:
+        """Start the guest from a template where there is one, else boot it and make one."""
+        host, plan, templates = self._host, holding.held.plan, self._host.templates
+        key = host.template_key(plan, spec, holding.held.layers)
+        devices = host.vmm.compile(plan).devices
+        told = begin(machine.sandbox, spec, holding.defaults, devices)
+        template = templates.find(key)
+        if template is not None:
+            waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))
+            try:
+                await machine.start_saved(
+                    waiting.argv,
+                    told,
+                    functools.partial(template.load, root, plan),
+                )
+            except (DSecError, OSError) as error:
+                logger.warning("%s boots, its template failed: %s", machine.sandbox, error)
+                await templates.forget(template)
+            else:
+                logger.debug("%s started from the template %s", machine.sandbox, key)
+                return
+        booted = functools.partial(templates.make, key, root, plan)
+        await machine.start(
+            host.vmm.compile(plan).argv,
+            told,
+            booted if templates.wanted(key) else None,
+        )
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
         sandbox = jail.handle.sandbox
