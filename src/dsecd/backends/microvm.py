@@ -51,7 +51,7 @@ from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Unavailable, Unsupported
+from libdsec.errors import DSecError, Timeout, Unavailable, Unsupported
 from libdsec.model import Feature, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.microvm")
@@ -316,7 +316,19 @@ class MicroVMBackend:
         return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:
-        return await self._jail.trim(self._holdings[handle.sandbox].held.jail, want_bytes)
+        """First of the guest, which knows best what it can spare, then of the whole jail."""
+        holding = self._holdings[handle.sandbox]
+        jail, machine = holding.held.jail, holding.machine
+        before = self._jail.warmth(jail).memory_bytes
+        if machine is not None:
+            try:
+                await machine.shrink(want_bytes)
+            except (Unavailable, Timeout) as error:
+                logger.warning("%s gives no memory: %s", handle.sandbox, error.message)
+        freed = before - self._jail.warmth(jail).memory_bytes
+        if freed < want_bytes:
+            freed += await self._jail.trim(jail, want_bytes - max(0, freed))
+        return max(0, freed)
 
     async def pause(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]

@@ -19,13 +19,13 @@ from dsecd.host import binaries, ext4, kvm, shell, vmm_tree
 from dsecd.host.qemu import Qemu
 from dsecd.host.vm_plan import Accel, Vmm, VmPlan
 from dsecd.images.flat_cache import FlatLayers
+from dsecd.images.guest import COMMAND_LINE
 from dsecd.images.initramfs import initramfs
 from libdsec.errors import AlreadyExists, NotFound, Unsupported
 from libdsec.model import LayerImport
 
 logger = logging.getLogger("dsecd.microvm")
 MIB = 1 << 20
-COMMAND_LINE = "console=ttyS0 quiet panic=-1 rdinit=/init -- --vm"
 
 
 class MicroVMHost:

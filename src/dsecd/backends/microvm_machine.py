@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.backends import microvm_memory
 from dsecd.backends.abc import Channel
 from dsecd.backends.agent import AgentChannel, call
 from dsecd.backends.microvm_plan import VMM, VMM_USER, Begin, clock
@@ -306,6 +307,12 @@ class GuestMachine:
         if self.channel is not None:
             async with asyncio.timeout(SILENT_S):
                 await call(self.channel, "vm.clock", pack(clock()))
+
+    async def shrink(self, want_bytes: int) -> None:
+        """Have the guest give memory back; it may take it again. Raises as `Machine` does."""
+        plan = self._plan
+        if self._machine is not None and plan.balloon and not self.paused:
+            await microvm_memory.shrink(self._machine, plan.memory_bytes, want_bytes)
 
     async def close(self) -> None:
         """Let go without touching the machine."""
