@@ -187,7 +187,8 @@ class Vm(_Section, frozen=True):
     the guest's kernel are installed; `kernel` "" → `<state>/guest/kernel`.
 
     `accel` auto: KVM where a guest boots with it. `layers_cache_mb` bounds the copies of layers
-    that are made for guests to map; 0: no bound. `ping_s`: how often a guest is asked whether it
+    that are made for guests to map; 0: no bound. `templates`: how many saved machines are kept for
+    others to start from; 0: every machine boots. `ping_s`: how often a guest is asked whether it
     still answers; one that halted tells nobody.
     """
 
@@ -197,6 +198,7 @@ class Vm(_Section, frozen=True):
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     layers_cache_mb: int = 0
     ping_s: float = 20.0
+    templates: int = 16
 
 
 class FnCall(_Section, frozen=True):
@@ -356,6 +358,8 @@ def _check_vm(vm: Vm) -> None:
         raise InvalidArgument("vm.kernel must be absolute", field="vm.kernel")
     if not vm.qemu:
         raise InvalidArgument("vm.qemu: a program's name or path", field="vm.qemu")
+    if vm.templates < 0:
+        raise InvalidArgument("vm.templates must not be below 0", field="vm.templates")
     if vm.layers_cache_mb < 0:
         raise InvalidArgument("vm.layers_cache_mb must not be below 0", field="vm.layers_cache_mb")
     if vm.ping_s <= 0:

@@ -51,14 +51,13 @@ def command(kernel: Path, folder: Path) -> list[str]:
     layer, upper = make_layer(folder), make_upper(folder)
     initrd = folder / "initrd"
     initrd.write_bytes(initramfs(compiled(PROBE, folder / "probe"), b""))
-    append = f"console=ttyS0 {guest.COMMAND_LINE}"
     backend = f"memory-backend-file,id=layer,mem-path={layer},size=2M,share=on,readonly=on"
     drive = f"file={upper},if=none,id=upper,format=raw,cache=unsafe"
     return [
         "qemu-system-x86_64", "-accel", "tcg", "-cpu", "max,-cx16", "-machine", "q35,hpet=off",
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
         "-m", f"{MEMORY_MB},maxmem=4G", "-smp", "2",
-        "-kernel", str(kernel), "-initrd", str(initrd), "-append", append,
+        "-kernel", str(kernel), "-initrd", str(initrd), "-append", guest.COMMAND_LINE,
         "-serial", "stdio",
         "-object", backend, "-device", "virtio-pmem-pci,memdev=layer",
         "-drive", drive, "-device", "virtio-blk-pci,drive=upper",

@@ -53,7 +53,7 @@ from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Unavailable, Unsupported
+from libdsec.errors import DSecError, Timeout, Unavailable, Unsupported
 from libdsec.model import Feature, PackArgs, Packed, WriteArgs
 from libdsec.wire import pack
 
@@ -204,12 +204,39 @@ class MicroVMBackend:
         await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
         if spec.vm.data_disk_bytes:
             await asyncio.to_thread(vm_disks.place_empty, root, DATA, spec.vm.data_disk_bytes)
-        launch = host.vmm.compile(plan)
         holding.machine = self._machine(holding, jail, root)
-        await holding.machine.start(
-            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices, jail)
-        )
+        await self._start(holding, holding.machine, spec, root, jail)
         return self._instance(holding, jail)
+
+    async def _start(
+        self, holding: Holding, machine: GuestMachine, spec: Spec, root: Path, jail: Instance
+    ) -> None:
+        """Start the guest from a template where there is one, else boot it and make one."""
+        host, plan, templates = self._host, holding.held.plan, self._host.templates
+        key = host.template_key(plan, spec, holding.held.layers)
+        devices = host.vmm.compile(plan).devices
+        told = begin(machine.sandbox, spec, holding.defaults, devices, jail)
+        template = templates.find(key)
+        if template is not None:
+            waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))
+            try:
+                await machine.start_saved(
+                    waiting.argv,
+                    told,
+                    functools.partial(template.load, root, plan),
+                )
+            except (DSecError, OSError) as error:
+                logger.warning("%s boots, its template failed: %s", machine.sandbox, error)
+                await templates.forget(template)
+            else:
+                logger.debug("%s started from the template %s", machine.sandbox, key)
+                return
+        booted = functools.partial(templates.make, key, root, plan)
+        await machine.start(
+            host.vmm.compile(plan).argv,
+            told,
+            booted if templates.wanted(key) else None,
+        )
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
         sandbox = jail.handle.sandbox
@@ -304,7 +331,19 @@ class MicroVMBackend:
         return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:
-        return await self._jail.trim(self._holdings[handle.sandbox].held.jail, want_bytes)
+        """First of the guest, which knows best what it can spare, then of the whole jail."""
+        holding = self._holdings[handle.sandbox]
+        jail, machine = holding.held.jail, holding.machine
+        before = self._jail.warmth(jail).memory_bytes
+        if machine is not None:
+            try:
+                await machine.shrink(want_bytes)
+            except (Unavailable, Timeout) as error:
+                logger.warning("%s gives no memory: %s", handle.sandbox, error.message)
+        freed = before - self._jail.warmth(jail).memory_bytes
+        if freed < want_bytes:
+            freed += await self._jail.trim(jail, want_bytes - max(0, freed))
+        return max(0, freed)
 
     async def pause(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
