@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import secrets
 import tarfile
 from collections.abc import AsyncIterator, Iterator
@@ -204,7 +205,8 @@ async def test_the_network_is_configured(client: WireClient) -> None:
     assert "default via 169.254.1.1 dev eth0" in out
     assert "default via fe80::1 dev eth0" in out
     for gateway in ("169.254.1.1", "fe80::1"):
-        assert f"{gateway} dev eth0 lladdr 02:d5:ec:02:00:01 PERMANENT" in out
+        neighbour = re.escape(f"{gateway} dev eth0 lladdr 02:d5:ec:02:00:01 ")
+        assert re.search(neighbour + ".*PERMANENT", out)
     assert "mtu 1400" in out
     assert "inet 127.0.0.1/8" in out
 
