@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.backends import abc
+from dsecd.backends import abc, microvm_pack, packing
 from dsecd.backends.abc import (
     Backend,
     Capabilities,
@@ -55,6 +55,8 @@ class Held(msgspec.Struct, kw_only=True):
     jail: Handle
     layers: tuple[str, ...]  # digests, bottom first
     plan: VmPlan
+    upper_bytes: int  # size of its disk
+    defaults: Defaults = Defaults()  # of its image
     paused: bool = False
 
 
@@ -90,8 +92,8 @@ class MicroVMBackend:
         await self._host.start()
         able = self._jail.capabilities
         self.capabilities = Capabilities(
-            vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, shell=True,
-            trim=able.trim, pause=able.pause,
+            vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
+            shell=True, trim=able.trim, pause=able.pause,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2,
             mechanisms=("netns",),
@@ -154,7 +156,9 @@ class MicroVMBackend:
             for digest in digests:
                 self._host.flats.release(digest)
             raise
-        held = Held(jail=jail, layers=digests, plan=plan)
+        held = Held(
+            jail=jail, layers=digests, plan=plan, upper_bytes=spec.disk_bytes, defaults=defaults
+        )
         holding = self._holdings[sandbox] = Holding(held, defaults)
         return holding.handle()
 
@@ -242,7 +246,8 @@ class MicroVMBackend:
     # --- after a restart ------------------------------------------------------------------------
 
     async def recover(self, handle: Handle) -> Instance | None:
-        holding = Holding(_decode(handle), Defaults())
+        held = _decode(handle)
+        holding = Holding(held, held.defaults)
         jail = await self._jail.recover(holding.held.jail)
         if jail is None:
             return None
@@ -316,7 +321,14 @@ class MicroVMBackend:
         raise _lacking("networks")
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
-        raise _lacking("saved changes")
+        holding = self._holdings[handle.sandbox]
+        assert holding.machine is not None
+        assert holding.machine.channel is not None
+        held = holding.held
+        base = packing.Base(handle.sandbox, held.layers, holding.defaults)
+        return await microvm_pack.pack_diff(
+            self._environments.library, holding.machine.channel, base, held.upper_bytes, args
+        )
 
     async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
         raise _lacking("grading")
