@@ -30,7 +30,7 @@ TARBALL = Path(f"/usr/src/{SOURCE}.tar.xz")
 FRAGMENT = Path(__file__).parents[1] / "packaging/guest.config"
 CACHE = Path("/var/cache/dsec-guest")
 LAST_LINES = 30  # of make's output, shown when it fails
-MAKE_LINES = 1730  # that make prints for this configuration, for the progress bar
+MAKE_LINES = 2310  # that make prints for this configuration, for the progress bar
 
 # A third of the source, none of it compiled for x86 without graphics and sound. What Kconfig reads
 # stays.
@@ -124,9 +124,10 @@ def fetch_packages() -> None:
         raise Failed(f"not root, so install these first: apt-get install {' '.join(missing)}")
     with step(f"installing {' '.join(missing)}"):
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        run("apt-get", "update", "-qq", environment=environment)
-        install_command = ("apt-get", "install", "-y", "-qq", "--no-install-recommends")
-        run(*install_command, *missing, environment=environment)
+        # another apt may be at work: a second run of this script, or the daily one
+        apt = ("apt-get", "-qq", "-o", "DPkg::Lock::Timeout=600")
+        run(*apt, "update", environment=environment)
+        run(*apt, "install", "-y", "--no-install-recommends", *missing, environment=environment)
 
 
 def key() -> str:
@@ -181,9 +182,7 @@ def configure(tree: Path) -> None:
 def unmet(fragment: str, config: str) -> list[str]:
     """Return the lines of `fragment` that `config`, a whole one, contradicts or lacks."""
     have = dict(settings(config))
-    return [
-        f"{name}={value}" for name, value in settings(fragment) if have.get(name, "n") != value
-    ]
+    return [f"{name}={value}" for name, value in settings(fragment) if have.get(name, "n") != value]
 
 
 def settings(text: str) -> Iterator[tuple[str, str]]:

@@ -4,6 +4,7 @@ Markers: ``root`` needs root; ``needs("cgroup_freeze", …)`` needs features of 
 (`dsecd check`), and the skip quotes the probe's reason. ``leaky("why")`` turns the census off for a
 test that leaves something on purpose. ``DSEC_MUST_RUN=all``, or a list of features ("root,kvm"),
 makes such a skip a failure: where a feature must work, a skip would hide that it does not.
+"guest_kernel" is one of these features, though of no probe: see `guest_kernel`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis.configuration
 import pytest
 
 from tests import caches, leaks
 
+_GUEST_KERNEL = "/var/cache/dsec-guest/kernel-for-tests"  # where scripts/test has it built
 _SETTLE_S = 5.0  # teardown is asynchronous by design; this is how long it may take
 
 
@@ -101,3 +104,12 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_name(request: pytest.FixtureRequest) -> str:
     """A name of this test alone for cgroups, directories and tables; it holds our pid."""
     return f"dsec-test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**6}"
+
+
+@pytest.fixture(scope="session")
+def guest_kernel() -> Path:
+    """The kernel that microVMs boot: that of DSEC_GUEST_KERNEL, or what scripts/test had built."""
+    kernel = Path(os.environ.get("DSEC_GUEST_KERNEL", _GUEST_KERNEL))
+    if not kernel.is_file():
+        _skip("guest_kernel", f"no {kernel}: scripts/build-guest --output {kernel} makes it")
+    return kernel

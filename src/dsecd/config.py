@@ -187,7 +187,9 @@ class Vm(_Section, frozen=True):
     the guest's kernel are installed; `kernel` "" → `<state>/guest/kernel`.
 
     `accel` auto: KVM where a guest boots with it. `layers_cache_mb` bounds the copies of layers
-    that are made for guests to map; 0: no bound.
+    that are made for guests to map; 0: no bound. `templates`: how many saved machines are kept for
+    others to start from; 0: every machine boots. `ping_s`: how often a guest is asked whether it
+    still answers; one that halted tells nobody.
     """
 
     enabled: Literal["auto", "yes", "no"] = "auto"
@@ -195,6 +197,8 @@ class Vm(_Section, frozen=True):
     qemu: str = "qemu-system-x86_64"
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     layers_cache_mb: int = 0
+    ping_s: float = 20.0
+    templates: int = 16
 
 
 class FnCall(_Section, frozen=True):
@@ -354,8 +358,12 @@ def _check_vm(vm: Vm) -> None:
         raise InvalidArgument("vm.kernel must be absolute", field="vm.kernel")
     if not vm.qemu:
         raise InvalidArgument("vm.qemu: a program's name or path", field="vm.qemu")
+    if vm.templates < 0:
+        raise InvalidArgument("vm.templates must not be below 0", field="vm.templates")
     if vm.layers_cache_mb < 0:
         raise InvalidArgument("vm.layers_cache_mb must not be below 0", field="vm.layers_cache_mb")
+    if vm.ping_s <= 0:
+        raise InvalidArgument("vm.ping_s must be above 0", field="vm.ping_s")
 
 
 _POSITIVE = (

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "src/_fastpath"
 
 CONFIG = {"env": {"A": "b"}, "user": "u", "caps": 1, "oom_score_adj": -1}
-NETWORK = {"interface": "e", "addresses": ["10.0.0.2/24", "fd00::2/64"], "gateways": ["fe80::1"]}
+NETWORK = {
+    "interface": "e", "addresses": ["10.0.0.2/24", "fd00::2/64"], "gateways": ["fe80::1"],
+    "neighbours": [["fe80::1", "02:d5:ec:02:00:01"]], "mtu": 1400,
+}  # fmt: skip
 CLOCK = {"time_ns": 1, "entropy": b"e" * 64}
 MACHINE = {
     "layers": ["/dev/a", "/dev/b"], "dax": True, "upper": "/dev/c", "pids": 1, "hostname": "h",

@@ -16,7 +16,7 @@ import signal
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from tests.wire_client import WireCall, WireClient
 KERNEL = Path(os.environ.get("DSEC_GUEST_KERNEL", "/var/lib/dsec/guest/kernel"))
 SHELL = Path("/bin/bash-static")
 MEMORY_MB = 256
-UPPER_BYTES = 96 << 20
+UPPER_BYTES = 48 << 20
 ALIGNMENT = 2 << 20  # of what virtio-pmem maps
 COMMAND_LINE = (
     "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
@@ -228,6 +228,14 @@ class Guest:
     async def connect(self) -> WireClient:
         return WireClient.over(*await self.open())
 
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[WireClient]:
+        client = await self.connect()
+        try:
+            yield client
+        finally:
+            await leave(client)
+
 
 @contextlib.contextmanager
 def running(folder: Path, *, dax: bool = False) -> Iterator[Guest]:
@@ -238,6 +246,12 @@ def running(folder: Path, *, dax: bool = False) -> Iterator[Guest]:
         yield guest
     finally:
         guest.stop()
+
+
+async def leave(client: WireClient) -> None:
+    """Hang up, as the kernel does for a daemon that was killed."""
+    client.abort()
+    await client.lost.wait()
 
 
 async def shell(client: WireClient, text: str, **fields: Any) -> model.CommandResult:

@@ -123,7 +123,7 @@ static void calls(void)
     say_result("userfaultfd", syscall(SYS_userfaultfd, O_CLOEXEC));
     say_result("fanotify", fanotify_init(FAN_CLASS_NOTIF, O_RDONLY));
     say_result("landlock", syscall(SYS_landlock_create_ruleset, NULL, 0, 1));
-    say_result("keys", syscall(SYS_keyctl, 0, -1, 0));
+    say_result("keys", syscall(SYS_keyctl, 0, -2, 1));
     say_result("vsock", socket(AF_VSOCK, SOCK_STREAM, 0));
     say_result("ipv6", socket(AF_INET6, SOCK_STREAM, 0));
     say_result("core scheduling", syscall(SYS_prctl, PR_SCHED_CORE, PR_SCHED_CORE_CREATE, 0, 0, 0));

@@ -32,9 +32,8 @@ def make_layer(folder: Path) -> Path:
     tree, image = folder / "tree", folder / "layer"
     tree.mkdir()
     (tree / "hello").write_text("from the layer")
-    (tree / "large").write_bytes(
-        os.urandom(2 * 4096)
-    )  # whole blocks: the tail of a file has no DAX
+    # whole blocks: a tail within the inode's block has no DAX
+    (tree / "large").write_bytes(os.urandom(2 * 4096))
     subprocess.run(["mkfs.erofs", str(image), str(tree)], check=True, stdout=subprocess.DEVNULL)
     os.truncate(image, 2 << 20)
     return image
@@ -52,14 +51,13 @@ def command(kernel: Path, folder: Path) -> list[str]:
     layer, upper = make_layer(folder), make_upper(folder)
     initrd = folder / "initrd"
     initrd.write_bytes(initramfs(compiled(PROBE, folder / "probe"), b""))
-    append = f"console=ttyS0 {guest.COMMAND_LINE}"
     backend = f"memory-backend-file,id=layer,mem-path={layer},size=2M,share=on,readonly=on"
     drive = f"file={upper},if=none,id=upper,format=raw,cache=unsafe"
     return [
         "qemu-system-x86_64", "-accel", "tcg", "-cpu", "max,-cx16", "-machine", "q35,hpet=off",
         "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
         "-m", f"{MEMORY_MB},maxmem=4G", "-smp", "2",
-        "-kernel", str(kernel), "-initrd", str(initrd), "-append", append,
+        "-kernel", str(kernel), "-initrd", str(initrd), "-append", guest.COMMAND_LINE,
         "-serial", "stdio",
         "-object", backend, "-device", "virtio-pmem-pci,memdev=layer",
         "-drive", drive, "-device", "virtio-blk-pci,drive=upper",
@@ -118,7 +116,8 @@ def test_devices_of_the_vmm_have_drivers(facts: dict[str, str]) -> None:
     assert facts["network eth0"] == "02:00:00:00:00:01"
     balloon = [facts[f"balloon {name}"] for name in names(facts, "balloon")]
     assert [features[FREE_PAGE_REPORTING] for features in balloon] == ["1"]
-    assert names(facts, "pvpanic pci") and names(facts, "pvpanic isa")
+    assert names(facts, "pvpanic pci")
+    assert names(facts, "pvpanic isa")
     assert names(facts, "vmgenid")
     assert facts["random source"].startswith("virtio_rng")
     assert facts["rtc rtc0"].startswith("rtc_cmos")

@@ -40,6 +40,19 @@ def test_devices_work_and_links_point_inside(runtime: Path) -> None:
     }  # fmt: skip
 
 
+def test_devices_of_monitors_are_in_a_tree_of_their_own(runtime: Path) -> None:
+    built = tree.build(runtime)
+    assert built.dev_with(()) == built.dev
+    path = built.dev_with(("kvm", "net/tun"))
+    assert tree.build(runtime).dev_with(("kvm", "net/tun")) == path
+    for name, number in (("kvm", (10, 232)), ("net/tun", (10, 200)), ("null", (1, 3))):
+        found = Path(path, name).stat()
+        assert (found.st_rdev, stat.S_IMODE(found.st_mode)) == (os.makedev(*number), 0o666)
+    assert Path(path, "pts").is_dir()
+    assert not Path(built.dev, "net").exists()
+    assert not Path(built.dev, "kvm").exists()
+
+
 def test_built_once_and_found_by_the_next_daemon(runtime: Path) -> None:
     first = tree.build(runtime)
     (runtime / "tree/cpu/marker").touch()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from dsecd.backends import microvm, microvm_machine
-from dsecd.backends.abc import Handle
+from dsecd.backends.abc import GuestNetwork, Handle
 from dsecd.backends.fake import FakeBackend
 from dsecd.backends.microvm import Held, MicroVMBackend
 from dsecd.backends.spec import Spec, VmSpec
@@ -22,7 +22,9 @@ from dsecd.images.local import Local, Located
 from dsecd.images.manifest import Config as Defaults
 from dsecd.images.tool import Report
 from dsecd.model import Death
-from libdsec.errors import InvalidArgument, Unavailable
+from dsecd.policy.compile import Compiled
+from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
+from libdsec.errors import InvalidArgument, Unavailable, Unsupported
 from libdsec.model import DSecContainerRunArgs
 from tests.unit.flat_layers import make_layer, of_files
 from tests.unit.microvm_fakes import FakeVmm
@@ -30,6 +32,13 @@ from tests.unit.microvm_fakes import FakeVmm
 MIB = 1 << 20
 ID = "s0-n0-1-1"
 JAIL = "base/dsec-qemu:test"
+NETWORK = GuestNetwork(
+    addresses=("10.213.0.7/32", "fd5d:ec::7/128"),
+    gateways=("169.254.1.1", "fe80::1"),
+    neighbours=(("169.254.1.1", "02:d5:ec:02:00:01"),),
+    mtu=1400,
+    resolv_conf="nameserver 192.0.2.1\n",
+)
 
 
 class Environments:
@@ -57,10 +66,17 @@ class Jail(FakeBackend):
         super().__init__(name="container")
         self.specs: list[Spec] = []
         self.failing = ""
+        self.policies: list[NetPolicy] = []
 
     async def create(self, handle: Handle, spec: Spec):  # type: ignore[no-untyped-def]
         self.specs.append(spec)
-        return await super().create(handle, spec)
+        made = await super().create(handle, spec)
+        guest = NETWORK if spec.network == "nat" else None
+        return msgspec.structs.replace(made, guest=guest)
+
+    async def update_network(self, handle, policy, save):  # type: ignore[no-untyped-def]
+        self.policies.append(policy)
+        await save(handle)
 
     async def pause(self, handle, save):  # type: ignore[no-untyped-def]
         if self.failing == "pause":
@@ -290,3 +306,49 @@ async def _until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+async def test_a_guest_s_network_is_the_jail_s(bed: Bed) -> None:
+    await bed.create(msgspec.structs.replace(spec(), network="nat"))
+    asked = bed.jail.specs[0]
+    assert (asked.network, asked.tap_user) == ("nat", 1000)
+    assert "net/tun" in asked.devices
+    begun = next(args for op, args in bed.vmm.agent.asked if op == "vm.begin")
+    assert begun["network"]["addresses"] == list(NETWORK.addresses)
+    assert begun["network"]["neighbours"] == [["169.254.1.1", "02:d5:ec:02:00:01"]]
+    assert begun["network"]["mtu"] == 1400
+    files = {name: content for name, content, _ in begun["files"]}
+    assert files["etc/resolv.conf"] == NETWORK.resolv_conf.encode()
+
+
+async def test_one_without_a_network_has_no_tap(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    assert bed.jail.specs[0].devices == ()
+    assert msgspec.msgpack.decode(handle.resources, type=Held).plan.network is None
+
+
+async def test_the_first_rules_bring_the_resolver_that_knows_them(bed: Bed) -> None:
+    handle = await bed.create(msgspec.structs.replace(spec(), network="nat"))
+    saved: list[Handle] = []
+
+    async def save(handle: Handle) -> None:
+        saved.append(handle)
+
+    for _ in range(2):
+        await bed.backend.update_network(handle, NetPolicy(), save)
+    assert len(bed.jail.policies) == len(saved) == 2
+    written = [args for op, args in bed.vmm.agent.asked if op == "files.write"]
+    assert [args["data"].splitlines()[0] for args in written] == [b"nameserver 169.254.1.53"]
+    with pytest.raises(Unsupported, match="check_names"):
+        await bed.backend.update_network(handle, NetPolicy(check_names=True), save)
+    assert len(bed.jail.policies) == 2
+
+
+async def test_rules_on_files_are_not_the_monitor_s(bed: Bed) -> None:
+    policy = Compiled(
+        net=NetPolicy(), files=FilePolicy(hidden=("/vm",)), system=SystemPolicy(), lines=()
+    )
+    await bed.create(msgspec.structs.replace(spec(), policy=policy))
+    asked = bed.jail.specs[0].policy
+    assert asked is not None
+    assert (asked.net, asked.files) == (NetPolicy(), FilePolicy())

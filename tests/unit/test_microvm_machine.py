@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -82,6 +83,7 @@ async def test_the_guest_is_told_what_it_is(make: Callable[..., Bed]) -> None:
     assert [op for op, _ in bed.vmm.agent.asked][:2] == ["sys.ping", "vm.begin"]
     begun = bed.vmm.agent.asked[1][1]
     assert (begun["layers"], begun["upper"], begun["hostname"]) == (["/dev/pmem0"], "/dev/vda", "h")
+    assert abs(begun["time_ns"] - time.time_ns()) < 60e9, "of when it was asked, not planned"
 
 
 async def test_a_guest_that_refuses_says_why_and_shows_its_console(
@@ -151,14 +153,28 @@ async def test_a_guest_that_halted_is_noticed(
 ) -> None:
     halted = False
     bed = make(lambda op, args: Silence if halted else None)
-    monkeypatch.setattr(microvm_machine, "PING_S", 0.01)
-    monkeypatch.setattr(microvm_machine, "SILENT_S", 0.05)
+    monkeypatch.setattr(microvm_machine, "HUSHED_S", 0.05)
+    bed.machine.ping_s = 0.01
     await bed.start()
     await asyncio.sleep(0.1)
     assert bed.deaths == []
     halted, bed.vmm.machine.text = True, "[ 9.1] reboot: System halted"
     await until(lambda: bool(bed.deaths))
     assert bed.deaths[0].reason == "the guest halted"
+
+
+async def test_a_guest_that_is_silent_for_long_is_given_up(
+    make: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bed = make(lambda op, args: Silence if begun else None)
+    begun = False
+    for name in ("HUSHED_S", "SILENT_S"):
+        monkeypatch.setattr(microvm_machine, name, 0.05)
+    bed.machine.ping_s = 0.01
+    await bed.start()
+    begun = True
+    await until(lambda: bool(bed.deaths))
+    assert bed.deaths[0].reason == "its agent does not answer"
 
 
 async def test_kills_in_the_guest_are_counted(make: Callable[..., Bed]) -> None:

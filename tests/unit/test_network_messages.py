@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsecd.host import network_nft, network_veth, rtnetlink
+from dsecd.host import conntrack, network_nft, network_veth, rtnetlink
 from dsecd.host.network import Attachment, Nat
 from dsecd.host.network_plane import NatConfig
 from libdsec.errors import InvalidArgument
@@ -120,3 +120,36 @@ def test_an_attachment_is_plain_data() -> None:
     )
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(attachment), type=Attachment)
     assert again == attachment
+
+
+def test_a_guest_has_the_addresses_and_its_namespace_only_that_of_the_resolver() -> None:
+    messages = network_veth.guest_end(LINK, 9)
+    added = [message for message in messages if message.kind == network_veth.RTM_NEWADDR]
+    (fields,) = (rtnetlink.attributes(message.payload, 8) for message in added)
+    assert fields[network_veth.IFA_LOCAL] == network_veth.RESOLVER.packed
+    neighbours = {
+        (message.payload[4], rtnetlink.attributes(message.payload, 12)[network_veth.NDA_DST])
+        for message in messages
+        if message.kind == network_veth.RTM_NEWNEIGH
+    }
+    assert LINK.address6 is not None
+    assert neighbours == {
+        (network_veth.INSIDE_INDEX, network_veth.GATEWAY.packed),
+        (network_veth.INSIDE_INDEX, network_veth.GATEWAY6.packed),
+        (9, LINK.address.packed),
+        (9, LINK.address6.packed),
+    }
+
+
+def test_a_tracked_connection_says_where_it_goes() -> None:
+    def tuple_of(kind: int, ip: bytes) -> bytes:
+        return rtnetlink.nest(kind, rtnetlink.nest(1, ip))
+
+    source, target = ipaddress.ip_address("10.213.0.7"), ipaddress.ip_address("203.0.113.10")
+    there = tuple_of(1, rtnetlink.attr(1, source.packed) + rtnetlink.attr(2, target.packed))
+    back = tuple_of(2, rtnetlink.attr(1, target.packed) + rtnetlink.attr(2, source.packed))
+    assert conntrack.parse(bytes(4) + there + back) == [target]
+    target6 = ipaddress.ip_address("2600:db8::10")
+    six = tuple_of(1, rtnetlink.attr(3, bytes(16)) + rtnetlink.attr(4, target6.packed))
+    assert conntrack.parse(bytes(4) + six) == [target6]
+    assert conntrack.parse(bytes(4)) == []

@@ -182,9 +182,11 @@ void job_fail(struct job *job, const struct failure *failure)
 void job_started(struct job *job)
 {
     job->state = JOB_RUNNING;
-    job->started_us = now_us();
-    if (job->timeout_us)
-        job->deadline_us = job->started_us + job->timeout_us;
+    if (!job->timed_out) { /* else its time was over before its exec, and counts from the launch */
+        job->started_us = now_us();
+        if (job->timeout_us)
+            job->deadline_us = job->started_us + job->timeout_us;
+    }
     job_pump(job);
 }
 

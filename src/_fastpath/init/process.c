@@ -33,8 +33,7 @@ static struct source children;
 
 static void child_ended(pid_t pid, int status)
 {
-    if (status)
-        vm_watch_check();
+    vm_watch_check(); /* whatever its status: a shell may have hidden that of what was killed */
     if (!jobs_reap(pid, status) && !sessions_reap(pid, status) && !transfers_reap(pid) &&
         !root_reap(pid))
         leaver_reap(pid);

@@ -111,8 +111,50 @@ static bool read_addresses(struct mp_bytes raw, bool prefix, struct vm_address *
     return true;
 }
 
+static bool read_digit(uint8_t digit, uint8_t *out)
+{
+    if (digit >= '0' && digit <= '9')
+        *out = (uint8_t)(digit - '0');
+    else if (digit >= 'a' && digit <= 'f')
+        *out = (uint8_t)(digit - 'a' + 10);
+    else
+        return false;
+    return true;
+}
+
+/* "02:d5:ec:02:00:01" */
+static bool read_mac(struct mp_bytes text, uint8_t out[6])
+{
+    if (text.n != 17)
+        return false;
+    for (unsigned i = 0; i < 6; i++) {
+        const uint8_t *at = text.p + i * 3;
+        uint8_t high, low;
+        if (!read_digit(at[0], &high) || !read_digit(at[1], &low) || (i < 5 && at[2] != ':'))
+            return false;
+        out[i] = (uint8_t)(high << 4 | low);
+    }
+    return true;
+}
+
+static bool read_neighbours(struct mp_bytes raw, struct vm_network *out)
+{
+    struct mp_reader r = mp_reader_of(raw.p, raw.n);
+    uint32_t n = raw.p ? mp_get_array(&r) : 0;
+    if (n > VM_NEIGHBOURS)
+        return false;
+    for (out->n_neighbours = 0; out->n_neighbours < n; out->n_neighbours++) {
+        struct vm_neighbour *next = &out->neighbours[out->n_neighbours];
+        if (mp_get_array(&r) != 2 || !read_address(mp_get_str(&r), false, &next->address) ||
+            !read_mac(mp_get_str(&r), next->mac))
+            return false;
+    }
+    return !r.failed;
+}
+
 struct network_fields {
-    struct mp_bytes interface, addresses, gateways;
+    struct mp_bytes interface, addresses, gateways, neighbours;
+    struct opt_u64 mtu;
 };
 
 static const char *read_network(struct mp_bytes raw, struct vm_network *out)
@@ -121,6 +163,8 @@ static const char *read_network(struct mp_bytes raw, struct vm_network *out)
         FIELD(struct network_fields, "interface", interface, NAME),
         FIELD(struct network_fields, "addresses", addresses, TEXTS),
         FIELD(struct network_fields, "gateways", gateways, TEXTS),
+        FIELD(struct network_fields, "neighbours", neighbours, RAW),
+        FIELD(struct network_fields, "mtu", mtu, NUMBER),
     };
     struct network_fields given = { 0 };
     if (fields_parse(raw, fields, COUNT(fields), NULL, &given))
@@ -132,6 +176,11 @@ static const char *read_network(struct mp_bytes raw, struct vm_network *out)
         return "field \"network.addresses\" is not a list of at most 8 ADDRESS/PREFIX";
     if (!read_addresses(given.gateways, false, out->gateways, VM_GATEWAYS, &out->n_gateways))
         return "field \"network.gateways\" is not a list of at most 4 addresses";
+    if (!read_neighbours(given.neighbours, out))
+        return "field \"network.neighbours\" is not a list of at most 4 [address, MAC]";
+    if (given.mtu.set && (given.mtu.value < 68 || given.mtu.value > 65535))
+        return "field \"network.mtu\" is not 68 to 65535";
+    out->mtu = (unsigned)given.mtu.value;
     return NULL;
 }
 

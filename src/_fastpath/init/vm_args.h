@@ -7,6 +7,7 @@
 #define VM_LAYERS 32
 #define VM_ADDRESSES 8
 #define VM_GATEWAYS 4
+#define VM_NEIGHBOURS 4
 #define VM_ENTROPY 64 /* bytes */
 
 struct vm_address {
@@ -15,10 +16,17 @@ struct vm_address {
     uint8_t bytes[16];
 };
 
+struct vm_neighbour {
+    struct vm_address address;
+    uint8_t mac[6];
+};
+
 struct vm_network {
     char interface[16]; /* "": none */
-    unsigned n_addresses, n_gateways;
+    unsigned n_addresses, n_gateways, n_neighbours;
     struct vm_address addresses[VM_ADDRESSES], gateways[VM_GATEWAYS];
+    struct vm_neighbour neighbours[VM_NEIGHBOURS];
+    unsigned mtu; /* 0: the interface's own */
 };
 
 struct vm_file {

@@ -1,5 +1,6 @@
 /* The network of a virtual machine, through rtnetlink(7). */
 #include <arpa/inet.h>
+#include <linux/neighbour.h>
 #include <linux/rtnetlink.h>
 #include <net/if.h>
 #include <sys/socket.h>
@@ -67,6 +68,14 @@ static int link_up(int fd, unsigned index)
     return ask(fd, &request);
 }
 
+static int set_mtu(int fd, unsigned index, unsigned mtu)
+{
+    struct ifinfomsg link = { .ifi_index = (int)index };
+    struct request request = request_of(RTM_NEWLINK, 0, &link, sizeof link);
+    put(&request, IFLA_MTU, &mtu, sizeof mtu);
+    return ask(fd, &request);
+}
+
 /* No detection of duplicates: the address is ours alone, and usable at once. */
 static int add_address(int fd, unsigned index, const struct vm_address *address)
 {
@@ -96,6 +105,21 @@ static int add_gateway(int fd, unsigned index, const struct vm_address *gateway)
     return ask(fd, &request);
 }
 
+/* For good: there is nobody to ask for it. */
+static int add_neighbour(int fd, unsigned index, const struct vm_neighbour *neighbour)
+{
+    const struct vm_address *address = &neighbour->address;
+    struct ndmsg fixed = {
+        .ndm_family = (uint8_t)address->family, .ndm_ifindex = (int)index,
+        .ndm_state = NUD_PERMANENT,
+    };
+    struct request request =
+        request_of(RTM_NEWNEIGH, NLM_F_CREATE | NLM_F_REPLACE, &fixed, sizeof fixed);
+    put(&request, NDA_DST, address->bytes, address_bytes(address));
+    put(&request, NDA_LLADDR, neighbour->mac, sizeof neighbour->mac);
+    return ask(fd, &request);
+}
+
 int vm_loopback_up(void)
 {
     int fd = netlink_open();
@@ -114,9 +138,13 @@ int vm_network_up(const struct vm_network *network)
     int fd = netlink_open();
     if (fd < 0)
         return fd;
-    int error = link_up(fd, index);
+    int error = network->mtu ? set_mtu(fd, index, network->mtu) : 0;
+    if (!error)
+        error = link_up(fd, index);
     for (unsigned i = 0; i < network->n_addresses && !error; i++)
         error = add_address(fd, index, &network->addresses[i]);
+    for (unsigned i = 0; i < network->n_neighbours && !error; i++)
+        error = add_neighbour(fd, index, &network->neighbours[i]);
     for (unsigned i = 0; i < network->n_gateways && !error; i++)
         error = add_gateway(fd, index, &network->gateways[i]);
     close(fd);

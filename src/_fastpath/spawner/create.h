@@ -9,9 +9,9 @@
 
 #include <sys/types.h>
 
+#include "native/steps.h"
 #include "spawner/host.h"
 #include "spawner/plan.h"
-#include "native/steps.h"
 
 /* Descriptors of a creation; -1 when not (yet) there. */
 enum {

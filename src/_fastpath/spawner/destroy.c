@@ -5,8 +5,8 @@
 #include <stdio.h>
 
 #include "native/kernel.h"
-#include "native/tree.h"
 #include "native/steps.h"
+#include "native/tree.h"
 
 #define NETNS_LOOKS 8 /* RETRY_MS apart */
 

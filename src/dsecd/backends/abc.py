@@ -150,6 +150,20 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
+class GuestNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """What a guest inside has to configure: its interface is at the other end of a tap.
+
+    Addresses have their prefixes; `neighbours` are (address, MAC) of the gateways, which answer no
+    questions. `resolv_conf` is the text of that file.
+    """
+
+    addresses: tuple[str, ...]
+    gateways: tuple[str, ...]
+    neighbours: tuple[tuple[str, str], ...]
+    mtu: int
+    resolv_conf: str
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """A running sandbox."""
 
@@ -161,6 +175,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     steps_us: Mapping[str, int] = {}  # time of each step of the creation
     paused: bool = False  # of a recovered one
+    guest: GuestNetwork | None = None  # of one that was given `Spec.tap_user` and a network
 
 
 class Listener(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -118,9 +119,13 @@ class AgentChannel(asyncio.Protocol):
     async def adopt(
         cls, stream: socket.socket, on_closed: Callable[[], None] | None = None
     ) -> AgentChannel:
-        """Return a channel over a connected unix socket, which is the channel's from now on."""
+        """Return a channel over a connected unix socket, which is the channel's from now on.
+
+        On a port of a VM answers to an earlier connection may still come: no id is used twice.
+        """
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(lambda: cls(on_closed), sock=stream)
+        channel._next_id = 1 + int.from_bytes(os.urandom(4), "big")
         return channel
 
     # --- calls ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dsecd.backends.container_checkpoints import Checkpoints
 from dsecd.backends.container_holding import Held, Holding
 from dsecd.backends.container_host import ContainerHost, resources
 from dsecd.backends.container_keep import keep
-from dsecd.backends.container_network import OPEN
+from dsecd.backends.container_network import OPEN, guest_network
 from dsecd.backends.container_oom import OomEars
 from dsecd.backends.container_plan import (
     MEMORY_UPPER_SHARE,
@@ -231,6 +231,7 @@ class ContainerBackend:
             notes=tuple(notes),
             steps_us=micros,
             paused=holding.paused,
+            guest=guest_network(attachment),
         )
 
     # --- what happens by itself -----------------------------------------------------------------

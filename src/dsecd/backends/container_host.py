@@ -348,4 +348,5 @@ def resources(
         cpu_binds=host.cpu_binds(spec.cpu_cores) if holding.cpus else (),
         trust_binds=host.secrets.binds(holding.sandbox),
         defaults=holding.defaults,
+        dev_tree=host.tree.dev_with(spec.devices),
     )

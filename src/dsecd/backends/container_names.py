@@ -2,7 +2,8 @@
 that opens in the kernel what it was answered.
 
 The resolver listens on loopback inside, where nothing but the container's own processes can ask:
-they were not there yet when it was bound, and have no right over the namespace.
+they were not there yet when it was bound, and have no right over the namespace. For a guest, which
+does not reach that, it listens at an address of the namespace, where only the guest's tap leads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from dsecd.host import addresses, netpolicy, sockdiag
+from dsecd.host import addresses, conntrack, netpolicy, network_veth, sockdiag
 from dsecd.host.netpolicy import NetworkPolicies
 from dsecd.host.nettable import IpAddress, PortRange
+from dsecd.host.network import Attachment
 from dsecd.host.rtnetlink import Netlink
 from dsecd.policy.table import PROTOCOLS
 from dsecd.resolver import listener
@@ -24,7 +26,17 @@ from libdsec.errors import DSecError, Unavailable
 
 logger = logging.getLogger("dsecd.container")
 RESOLVERS = ("127.0.0.53", "::1")
-RESOLV_CONF = addresses.resolv_conf(RESOLVERS)
+
+
+def resolv_conf(attachment: Attachment) -> str:
+    """Return what names the resolver."""
+    return addresses.resolv_conf((str(network_veth.RESOLVER),) if attachment.guest else RESOLVERS)
+
+
+def _listens_at(attachment: Attachment) -> tuple[str, ...]:
+    if attachment.guest:
+        return (str(network_veth.RESOLVER),)
+    return RESOLVERS if attachment.address6 else RESOLVERS[:1]
 
 
 class Names:
@@ -35,12 +47,14 @@ class Names:
     answers, which hurts nobody but itself. Raises `Unavailable`, `OSError`.
     """
 
-    def __init__(self, *, ipv6: bool, taken_over: bool = False) -> None:
+    def __init__(self, attachment: Attachment, *, taken_over: bool = False) -> None:
+        # a guest's sockets are not in the namespace
+        self._mark = attachment.index if attachment.guest else 0
         self.served: Served | None = None
         self.sockets: list[Sockets] = []
         self.diag: Netlink | None = None
         try:
-            for address in RESOLVERS if ipv6 else RESOLVERS[:1]:
+            for address in _listens_at(attachment):
                 try:
                     self.sockets.append(listener.bind(address))
                 except Unavailable as error:
@@ -55,6 +69,13 @@ class Names:
     def serve(self, served: Served) -> None:
         """The sockets are the resolver's from now on."""
         self.served, self.sockets = served, []
+
+    def peers(self) -> set[IpAddress]:
+        """Return the addresses to which there are connections. Raises OSError."""
+        if self._mark:
+            return conntrack.peers(self._mark)
+        assert self.diag is not None
+        return set(sockdiag.peers(self.diag))
 
     async def close(self, *, leave: bool = False) -> None:
         """Close all; with `leave` the addresses of names stay open, for the next daemon."""
@@ -78,8 +99,8 @@ class Names:
 class KernelSink:
     """Enters what names opened for one container into the kernel: a `resolver.pins.Sink`."""
 
-    def __init__(self, policies: NetworkPolicies, cgroup: int, diag: Netlink) -> None:
-        self._policies, self._cgroup, self._diag = policies, cgroup, diag
+    def __init__(self, policies: NetworkPolicies, cgroup: int, names: Names) -> None:
+        self._policies, self._cgroup, self._names = policies, cgroup, names
 
     def admit(self, opening: Opening, addresses: Sequence[IpAddress], ttl_s: float) -> None:
         until_ns = time.monotonic_ns() + int(ttl_s * 1e9)
@@ -96,7 +117,7 @@ class KernelSink:
 
     def in_use(self, addresses: Sequence[IpAddress]) -> Iterable[IpAddress]:
         try:
-            return sockdiag.peers(self._diag).intersection(addresses)
+            return self._names.peers().intersection(addresses)
         except OSError as error:
             logger.warning("cannot list connections, addresses of names stay open: %s", error)
             return addresses

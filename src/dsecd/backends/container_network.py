@@ -21,18 +21,18 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.backends.abc import Listener
+from dsecd.backends.abc import GuestNetwork, Listener
 from dsecd.backends.container_holding import Holding
-from dsecd.backends.container_names import RESOLV_CONF, KernelSink, Names
+from dsecd.backends.container_names import KernelSink, Names, resolv_conf
 from dsecd.backends.container_relays import Relays
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
-from dsecd.host import addresses, bpf, netpolicy, probe, sockdiag
+from dsecd.host import addresses, bpf, netpolicy, network_veth, probe, sockdiag
 from dsecd.host.cgroup import TreeDriver
 from dsecd.host.netns import NetnsPool
 from dsecd.host.netpolicy import Access, NetworkPolicies
 from dsecd.host.nettable import Denied, IpAddress
-from dsecd.host.network import Nat
+from dsecd.host.network import Attachment, Nat
 from dsecd.host.network_plane import DEFAULT_BLOCKED
 from dsecd.policy.mechanisms import NEEDS
 from dsecd.policy.rules import NetPolicy, opens_dns
@@ -133,7 +133,11 @@ class Networks:
         if spec.network == "none" or (policy is not None and self._policies is None):
             return
         program = self._policies.link_program if policy is not None and self._policies else None
-        holding.attachment = await self._nat.attach(holding.netns, holding.sandbox, program)
+        owner = None
+        if spec.tap_user is not None:
+            assert holding.range is not None
+            owner = holding.range.uid_base + spec.tap_user
+        holding.attachment = await self._nat.attach(holding.netns, holding.sandbox, program, owner)
         if policy is not None:
             holding.policy = policy
             await self._open_names(holding)
@@ -146,10 +150,12 @@ class Networks:
         assert netns is not None
 
         def open_inside() -> None:
-            holding.names = Names(ipv6=bool(attachment.address6), taken_over=taken_over)
+            holding.names = Names(attachment, taken_over=taken_over)
 
         await self._netns.run_inside(netns, open_inside)
-        holding.attachment = msgspec.structs.replace(attachment, resolv_conf=RESOLV_CONF)
+        holding.attachment = msgspec.structs.replace(
+            attachment, resolv_conf=resolv_conf(attachment)
+        )
 
     def judge(self, holding: Holding) -> None:
         """Put the policy of a container in force whose cgroup is there. Raises `Exhausted`."""
@@ -171,13 +177,12 @@ class Networks:
         assert self._policies is not None
         assert self._resolver is not None
         assert names is not None
-        assert names.diag is not None
 
         def refused(refusal: Refusal) -> None:
             detail = {"where": "name", "name": refusal.name, "type": refusal.rdtype}
             self._tell(holding, detail | {"reason": refusal.reason}, refusal.unreported)
 
-        sink = KernelSink(self._policies, holding.cgroup_id, names.diag)
+        sink = KernelSink(self._policies, holding.cgroup_id, names)
         overrides = {name: ipaddress.ip_address(own) for name, own in holding.overrides.items()}
         names.serve(
             self._resolver.open(
@@ -272,7 +277,8 @@ class Networks:
             await self._open_names(holding)
         self._policies.bind_link(holding.cgroup_id, attachment.index)
         await self._nat.judge(attachment, self._policies.link_program)
-        arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=RESOLV_CONF.encode())
+        text = resolv_conf(attachment).encode()
+        arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=text)
         raw = msgspec.Raw(msgspec.msgpack.encode(arguments))
         await holding.channel.call("files.write", raw)
         holding.policy = policy
@@ -342,7 +348,7 @@ class Networks:
         assert self._policies is not None
         if names is None or names.diag is None:
             return
-        busy, now, left = sockdiag.peers(names.diag), time.monotonic_ns(), []
+        busy, now, left = names.peers(), time.monotonic_ns(), []
         for address, opening in self._inherited.pop(number):
             if opening.until_ns > now or address in busy:
                 left.append((address, opening))
@@ -362,6 +368,24 @@ def _access(holding: Holding) -> Access:
     if policy is None:
         return Access(table=compile_table(OPEN), dns_only=False, own=own, raw=True)
     return Access(table=compile_table(policy), dns_only=not opens_dns(policy), own=own)
+
+
+def guest_network(attachment: Attachment | None) -> GuestNetwork | None:
+    """Return the network of the guest inside, if there is to be one."""
+    if attachment is None or not attachment.guest:
+        return None
+    gateways = tuple(filter(None, (attachment.gateway, attachment.gateway6)))
+    mac = network_veth.TAP_MAC.hex(":")
+    return GuestNetwork(
+        addresses=(
+            f"{attachment.address}/32",
+            *([f"{attachment.address6}/128"] if attachment.address6 else []),
+        ),
+        gateways=gateways,
+        neighbours=tuple((gateway, mac) for gateway in gateways),
+        mtu=attachment.mtu,
+        resolv_conf=attachment.resolv_conf,
+    )
 
 
 def _described(event: Denied) -> dict[str, str]:

@@ -46,6 +46,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     cpu_binds: tuple[Bind, ...] = ()
     trust_binds: tuple[Bind, ...] = ()  # of a container that has secrets
     defaults: Config = Config()  # of the environment
+    dev_tree: str = ""  # when it is not the template's
 
 
 def memory_upper_bytes(spec: Spec) -> int:
@@ -82,7 +83,7 @@ def compile_plan(template: Template, spec: Spec, given: Resources) -> ContainerP
         upper_dir=upper.dir if upper else "",
         upper_bytes=0 if upper else memory_upper_bytes(spec),
         upper_project=upper.project if upper else 0,
-        dev_tree=template.dev_tree,
+        dev_tree=given.dev_tree or template.dev_tree,
         files=_files(spec, given),
         binds=given.cpu_binds + given.trust_binds + spec.binds,
         read_only=given.confinement.read_only,

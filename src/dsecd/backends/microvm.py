@@ -30,12 +30,22 @@ from dsecd.backends.abc import (
     Save,
     Usage,
 )
+from dsecd.backends.agent import call
 from dsecd.backends.microvm_host import MicroVMHost
 from dsecd.backends.microvm_machine import GuestMachine
-from dsecd.backends.microvm_plan import DATA, UPPER, begin, binds, jail_spec, vm_plan
+from dsecd.backends.microvm_plan import (
+    DATA,
+    UPPER,
+    VMM_DISK_BYTES,
+    begin,
+    binds,
+    check_policy,
+    jail_spec,
+    vm_plan,
+)
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
-from dsecd.host import vm_disks
+from dsecd.host import addresses, network_veth, vm_disks
 from dsecd.host.vm_plan import VmPlan
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config as Defaults
@@ -43,10 +53,12 @@ from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Unavailable, Unsupported
-from libdsec.model import Feature, PackArgs, Packed
+from libdsec.errors import DSecError, Timeout, Unavailable, Unsupported
+from libdsec.model import Feature, PackArgs, Packed, WriteArgs
+from libdsec.wire import pack
 
 logger = logging.getLogger("dsecd.microvm")
+MECHANISMS = ("netns", "bpf_cgroup", "resolver")  # of a jail, those that hold for its guest
 
 
 class Held(msgspec.Struct, kw_only=True):
@@ -58,6 +70,7 @@ class Held(msgspec.Struct, kw_only=True):
     upper_bytes: int  # size of its disk
     defaults: Defaults = Defaults()  # of its image
     paused: bool = False
+    ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
 
 
 class Holding:
@@ -94,9 +107,11 @@ class MicroVMBackend:
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
             shell=True, trim=able.trim, pause=able.pause,
+            network=able.network,
             # to the guest's agent, and to the monitor
-            files_each=able.files_each + 2,
-            mechanisms=("netns",),
+            files_each=able.files_each + 2, files_ruled=able.files_ruled,
+            # on what the guest sends; the others know processes and files of this kernel
+            mechanisms=tuple(name for name in able.mechanisms if name in MECHANISMS),
         )  # fmt: skip
 
     async def close(self) -> None:
@@ -145,6 +160,7 @@ class MicroVMBackend:
         if found is None:
             raise Unavailable("the layers were not located; try again")
         defaults, digests, files = found
+        check_policy(spec.policy.net if spec.policy is not None else None)
         plan = self._host.checked(
             vm_plan(spec, files, command_line=self._host.command_line, accel=self._host.accel)
         )
@@ -157,7 +173,12 @@ class MicroVMBackend:
                 self._host.flats.release(digest)
             raise
         held = Held(
-            jail=jail, layers=digests, plan=plan, upper_bytes=spec.disk_bytes, defaults=defaults
+            jail=jail,
+            layers=digests,
+            plan=plan,
+            upper_bytes=spec.disk_bytes,
+            defaults=defaults,
+            ruled=spec.policy is not None,
         )
         holding = self._holdings[sandbox] = Holding(held, defaults)
         return holding.handle()
@@ -167,6 +188,7 @@ class MicroVMBackend:
         return jail_spec(
             spec,
             host.jail_image,
+            accel=plan.accel,
             overhead_bytes=host.vmm.overhead_bytes(plan),
             binds=binds(str(host.kernel), str(host.initrd), files),
         )
@@ -183,18 +205,47 @@ class MicroVMBackend:
         plan = holding.held.plan
         files = tuple(filter(None, map(host.flats.find, holding.held.layers)))
         jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, plan, files))
-        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
+        if jail.guest is None:  # none was asked for, or this host enforces no rules
+            plan = msgspec.structs.replace(plan, network=None)
+        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle, plan=plan)
         root = vm_disks.root_of(jail.pid)
         blank = await asyncio.to_thread(host.blank, spec.disk_bytes)
         await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
         if spec.vm.data_disk_bytes:
             await asyncio.to_thread(vm_disks.place_empty, root, DATA, spec.vm.data_disk_bytes)
-        launch = host.vmm.compile(plan)
         holding.machine = self._machine(holding, jail, root)
-        await holding.machine.start(
-            launch.argv, begin(handle.sandbox, spec, holding.defaults, launch.devices)
-        )
+        await self._start(holding, holding.machine, spec, root, jail)
         return self._instance(holding, jail)
+
+    async def _start(
+        self, holding: Holding, machine: GuestMachine, spec: Spec, root: Path, jail: Instance
+    ) -> None:
+        """Start the guest from a template where there is one, else boot it and make one."""
+        host, plan, templates = self._host, holding.held.plan, self._host.templates
+        key = host.template_key(plan, spec, holding.held.layers)
+        devices = host.vmm.compile(plan).devices
+        told = begin(machine.sandbox, spec, holding.defaults, devices, jail)
+        template = templates.find(key)
+        if template is not None:
+            waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))
+            try:
+                await machine.start_saved(
+                    waiting.argv,
+                    told,
+                    functools.partial(template.load, root, plan),
+                )
+            except (DSecError, OSError) as error:
+                logger.warning("%s boots, its template failed: %s", machine.sandbox, error)
+                await templates.forget(template)
+            else:
+                logger.debug("%s started from the template %s", machine.sandbox, key)
+                return
+        booted = functools.partial(templates.make, key, root, plan)
+        await machine.start(
+            host.vmm.compile(plan).argv,
+            told,
+            booted if templates.wanted(key) else None,
+        )
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
         sandbox = jail.handle.sandbox
@@ -208,7 +259,9 @@ class MicroVMBackend:
                 self._listener.oom(sandbox, kills)
 
         plan = holding.held.plan
-        return GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        machine = GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        machine.ping_s = self._host.ping_s
+        return machine
 
     def _instance(self, holding: Holding, jail: Instance) -> Instance:
         assert holding.machine is not None
@@ -217,6 +270,8 @@ class MicroVMBackend:
             handle=holding.handle(),
             channel=holding.machine.channel,
             pid=jail.pid,
+            address=jail.address,
+            address6=jail.address6,
             notes=self._host.notes,
             steps_us=jail.steps_us,
             paused=holding.held.paused,
@@ -276,13 +331,29 @@ class MicroVMBackend:
     async def usage(self, handle: Handle) -> Usage:
         holding = self._holdings[handle.sandbox]
         usage = await self._jail.usage(holding.held.jail)
-        return msgspec.structs.replace(usage, oom_kills=self.oom_kills(handle))
+        return msgspec.structs.replace(
+            usage,
+            oom_kills=self.oom_kills(handle),
+            disk_limit_bytes=max(0, usage.disk_limit_bytes - VMM_DISK_BYTES),
+        )
 
     def warmth(self, handle: Handle) -> abc.Warmth:
         return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
 
     async def trim(self, handle: Handle, want_bytes: int) -> int:
-        return await self._jail.trim(self._holdings[handle.sandbox].held.jail, want_bytes)
+        """First of the guest, which knows best what it can spare, then of the whole jail."""
+        holding = self._holdings[handle.sandbox]
+        jail, machine = holding.held.jail, holding.machine
+        before = self._jail.warmth(jail).memory_bytes
+        if machine is not None:
+            try:
+                await machine.shrink(want_bytes)
+            except (Unavailable, Timeout) as error:
+                logger.warning("%s gives no memory: %s", handle.sandbox, error.message)
+        freed = before - self._jail.warmth(jail).memory_bytes
+        if freed < want_bytes:
+            freed += await self._jail.trim(jail, want_bytes - max(0, freed))
+        return max(0, freed)
 
     async def pause(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
@@ -318,7 +389,18 @@ class MicroVMBackend:
         raise _lacking("streams of their own")
 
     async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        raise _lacking("networks")
+        """What is not allowed any more is dropped at once; the guest's connections hang, for its
+        sockets are not this kernel's to close."""
+        holding = self._holdings[handle.sandbox]
+        check_policy(policy)
+
+        async def save_jail(jail: Handle) -> None:
+            if not holding.held.ruled:
+                await _name_resolver(holding)
+            holding.held = msgspec.structs.replace(holding.held, jail=jail, ruled=True)
+            await save(holding.handle())
+
+        await self._jail.update_network(holding.held.jail, policy, save_jail)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         holding = self._holdings[handle.sandbox]
@@ -357,6 +439,15 @@ class MicroVMBackend:
 
 def _lacking(what: str) -> Unsupported:
     return Unsupported(f"microVMs have no {what} yet; use a container", reason="backend")
+
+
+async def _name_resolver(holding: Holding) -> None:
+    """Have the guest ask the resolver that knows its rules."""
+    assert holding.machine is not None
+    assert holding.machine.channel is not None
+    text = addresses.resolv_conf((str(network_veth.RESOLVER),)).encode()
+    arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=text)
+    await call(holding.machine.channel, "files.write", pack(arguments))
 
 
 async def _let_go(holding: Holding) -> None:

@@ -12,18 +12,20 @@ import tempfile
 from pathlib import Path
 
 from dsecd.backends.abc import Layers
+from dsecd.backends.microvm_template import Templates, key_of
+from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import binaries, ext4, kvm, shell, vmm_tree
 from dsecd.host.qemu import Qemu
 from dsecd.host.vm_plan import Accel, Vmm, VmPlan
 from dsecd.images.flat_cache import FlatLayers
+from dsecd.images.guest import COMMAND_LINE
 from dsecd.images.initramfs import initramfs
 from libdsec.errors import AlreadyExists, NotFound, Unsupported
 from libdsec.model import LayerImport
 
 logger = logging.getLogger("dsecd.microvm")
 MIB = 1 << 20
-COMMAND_LINE = "console=ttyS0 quiet panic=-1 rdinit=/init -- --vm"
 
 
 class MicroVMHost:
@@ -36,8 +38,10 @@ class MicroVMHost:
         self._state = config.state / "vm"
         self.vmm: Vmm = Qemu()
         self.kernel = config.guest_kernel
+        self.ping_s = config.vm.ping_s
         self.initrd = self._state / "initrd"
         self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
+        self.templates = Templates(self._state / "templates", config.vm.templates)
         self.accel: Accel = "tcg"
         self.notes: tuple[str, ...] = ()
         self.jail_image = ""  # the name of the layer with the monitor, once it is there
@@ -54,6 +58,7 @@ class MicroVMHost:
         self._choose_accel()
         await asyncio.to_thread(self._write_initrd)
         self.flats.start()
+        await asyncio.to_thread(self.templates.start)
 
     def _choose_accel(self) -> None:
         wanted = self._config.vm.accel
@@ -88,6 +93,13 @@ class MicroVMHost:
         self.vmm.compile(plan)
         return plan
 
+    def template_key(self, plan: VmPlan, spec: Spec, layers: tuple[str, ...]) -> str:
+        """Return the name of what a machine of `plan` can start from."""
+        assert spec.vm is not None
+        made = (self.jail_image, _identity(self.kernel), self.initrd.name)
+        disks = (spec.disk_bytes, spec.vm.data_disk_bytes)
+        return key_of(plan, self.vmm, layers, disks, *made)
+
     def _program(self) -> Path:
         found = shutil.which(self._config.vm.qemu)
         if found is None:
@@ -121,3 +133,12 @@ class MicroVMHost:
 
     async def close(self) -> None:
         await self.flats.close()
+
+
+def _identity(path: Path) -> str:
+    """Return what changes when another file takes the place of this one."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ""
+    return f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"

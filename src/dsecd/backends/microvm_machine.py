@@ -11,20 +11,23 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.backends import microvm_memory
 from dsecd.backends.abc import Channel
 from dsecd.backends.agent import AgentChannel, call
 from dsecd.backends.microvm_plan import VMM, VMM_USER, Begin, clock
 from dsecd.host.vm_plan import Machine, VmEvent, Vmm, VmPlan
 from dsecd.model import Death
-from libdsec.errors import DSecError, Internal, Timeout, Unavailable
+from libdsec.errors import DSecError, Internal, NotFound, Timeout, Unavailable, WrongState
 from libdsec.model import AttachArgs, CommandResult, ExecArgs, Output
 from libdsec.wire import pack
 
 logger = logging.getLogger("dsecd.microvm")
 BOOT_S = 120.0  # an emulated guest on a busy host; a quick one has booted in two
+LOAD_S = 10.0  # to take up a saved guest and have its answer; takes half a second
 ANSWER_S = 10.0  # of an agent that runs, to the first frame of a connection
 AGAIN_S = 0.2  # long enough for the guest to see that the host went away
-PING_S, SILENT_S = 20.0, 60.0
+SILENT_S = 60.0
+HUSHED_S = 1.0  # after so long without an answer the console is looked at
 EXPLAIN_S = 2.0  # for the monitor to say why, after the agent is gone
 HALTED = "reboot: System halted"
 TOLD = 4000  # characters of last words
@@ -32,6 +35,7 @@ _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|c)|[^\x20-\x7e\n]")  # of termin
 
 OnDeath = Callable[[Death], None]
 OnKills = Callable[[int], None]
+Step = Callable[[Machine], Awaitable[None]]
 
 
 class _Watch(msgspec.Struct):
@@ -47,7 +51,7 @@ class GuestMachine:
         self, sandbox: str, vmm: Vmm, plan: VmPlan, jail: Channel, root: Path,
         on_death: OnDeath, on_kills: OnKills,
     ) -> None:  # fmt: skip
-        self._sandbox, self._vmm, self._plan, self._jail, self._root = (
+        self.sandbox, self._vmm, self._plan, self._jail, self._root = (
             sandbox, vmm, plan, jail, root,
         )  # fmt: skip
         self._on_death: OnDeath | None = on_death
@@ -57,31 +61,80 @@ class GuestMachine:
         self.channel: AgentChannel | None = None
         self.oom_kills = 0
         self.paused = False
+        self.ping_s = 20.0
+        self._loading = False  # how that ends is the answer of `start_saved`
 
     # --- start ----------------------------------------------------------------------------------
 
-    async def start(self, argv: tuple[str, ...], begin: Begin) -> None:
-        """Start the monitor and boot the guest. Raises `Internal`, `Timeout`, `Unavailable`."""
-        wanted = ExecArgs(
-            cid=VMM, argv=[word.encode() for word in argv], user=VMM_USER, background=True
-        )
-        await call(self._jail, "exec.start", pack(wanted))
+    async def start(self, argv: tuple[str, ...], begin: Begin, booted: Step | None = None) -> None:
+        """Start the monitor and boot the guest. Raises `Internal`, `Timeout`, `Unavailable`.
+
+        `booted` is called when the agent answers and knows nothing yet.
+        """
+        await self._run(argv)
         try:
             async with asyncio.timeout(BOOT_S):
                 await self._connect(BOOT_S)
                 assert self.channel is not None
-                await call(self.channel, "vm.begin", pack(begin))
+                assert self._machine is not None
+                if booted is not None:
+                    await booted(self._machine)
+                await call(self.channel, "vm.begin", pack(_now(begin)))
         except TimeoutError as error:
             raise Timeout(
-                f"the guest of {self._sandbox} did not start in {BOOT_S:.0f} s: "
+                f"the guest of {self.sandbox} did not start in {BOOT_S:.0f} s: "
                 + (await self._last_words() or "nothing on its console")
             ) from error
         except DSecError as error:
             raise Internal(
-                f"the guest of {self._sandbox} did not start: {error.message}; "
+                f"the guest of {self.sandbox} did not start: {error.message}; "
                 + (await self._last_words() or "nothing on its console")
             ) from error
         self._begin_to_follow()
+
+    async def start_saved(self, argv: tuple[str, ...], begin: Begin, load: Step) -> None:
+        """Start the monitor with a guest that `load` takes up. Raises `DSecError`, `OSError`.
+
+        After a failure the monitor is gone and nothing was told: `start` is possible.
+        """
+        self._loading = True
+        await self._run(argv)
+        try:
+            async with asyncio.timeout(LOAD_S):
+                self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
+                # the saved agent had a connection, and sees this one as the same
+                channel = await AgentChannel.adopt(
+                    await self._vmm.open_agent(self._root, self._plan), self._lost
+                )
+                try:
+                    await load(self._machine)
+                    await call(channel, "sys.ping", pack({}))
+                    await call(channel, "vm.begin", pack(_now(begin)))
+                except BaseException:
+                    channel.close()
+                    raise
+        except BaseException as error:
+            await self._stop_loading()
+            if isinstance(error, TimeoutError):
+                raise Timeout(f"its agent did not answer in {LOAD_S:g} s") from error
+            raise
+        self.channel, self._loading = channel, False
+        self._begin_to_follow()
+
+    async def _stop_loading(self) -> None:
+        if self._machine is not None:
+            self._machine.close()
+            self._machine = None
+        for op in ("exec.kill", "exec.wait", "exec.forget"):
+            with contextlib.suppress(NotFound, WrongState):
+                await call(self._jail, op, pack({"cid": VMM}))
+        self._loading = False
+
+    async def _run(self, argv: tuple[str, ...]) -> None:
+        wanted = ExecArgs(
+            cid=VMM, argv=[word.encode() for word in argv], user=VMM_USER, background=True
+        )
+        await call(self._jail, "exec.start", pack(wanted))
 
     async def adopt(self, *, paused: bool) -> None:
         """Take up a machine that an earlier daemon started. Raises `Unavailable`, `Timeout`.
@@ -117,7 +170,8 @@ class GuestMachine:
         channel = await AgentChannel.adopt(stream, self._lost)
         try:
             async with asyncio.timeout(answer_s):
-                await call(channel, "sys.ping", pack({}))
+                # drops calls of an earlier connection whose end the guest may not have seen
+                await call(channel, "sys.ping", pack({"first": True}))
         except BaseException:
             channel.close()
             raise
@@ -150,19 +204,25 @@ class GuestMachine:
     async def _ping(self) -> None:
         """Notice a guest that stands still: a halted one tells nobody."""
         while True:
-            await asyncio.sleep(PING_S)
+            await asyncio.sleep(self.ping_s)
             channel = self.channel
             if self.paused or channel is None:
                 continue
+            answer = asyncio.ensure_future(call(channel, "sys.ping", pack({})))
             try:
-                async with asyncio.timeout(SILENT_S):
-                    await call(channel, "sys.ping", pack({}))
-            except TimeoutError:
-                if not self.paused:
+                for wait_s in (HUSHED_S, SILENT_S):
+                    await asyncio.wait({answer}, timeout=wait_s)
+                    if answer.done() or self.paused or HALTED in await self._last_words():
+                        break
+                if answer.done():
+                    await answer
+                elif not self.paused:
                     await self._explain("its agent does not answer")
                     return
             except DSecError:
                 return
+            finally:
+                answer.cancel()
 
     def _heard(self, event: VmEvent) -> None:
         reasons = {
@@ -171,13 +231,17 @@ class GuestMachine:
             "reset": "the guest began to reboot",
             "lost": "its virtual machine monitor ended",
         }
+        if self._loading:
+            return
         if event.kind in reasons:
             self._spawn(self._explain(reasons[event.kind]))
         elif event.kind == "disk_error":
-            logger.error("%s: a disk of its machine fails: %s", self._sandbox, event.detail)
+            logger.error("%s: a disk of its machine fails: %s", self.sandbox, event.detail)
 
     def _lost(self) -> None:
         """The agent's channel is closed: the monitor may say why in a moment."""
+        if self._loading:
+            return
         self.channel = None
         if self._on_death is not None:
             self._spawn(self._explain_later())
@@ -244,6 +308,12 @@ class GuestMachine:
             async with asyncio.timeout(SILENT_S):
                 await call(self.channel, "vm.clock", pack(clock()))
 
+    async def shrink(self, want_bytes: int) -> None:
+        """Have the guest give memory back; it may take it again. Raises as `Machine` does."""
+        plan = self._plan
+        if self._machine is not None and plan.balloon and not self.paused:
+            await microvm_memory.shrink(self._machine, plan.memory_bytes, want_bytes)
+
     async def close(self) -> None:
         """Let go without touching the machine."""
         self._on_death = None
@@ -256,3 +326,9 @@ class GuestMachine:
         machine, self._machine = self._machine, None
         if machine is not None:
             machine.close()
+
+
+def _now(begin: Begin) -> Begin:
+    """Return `begin` with the time and randomness of the moment in which it is sent."""
+    now = clock()
+    return msgspec.structs.replace(begin, time_ns=now.time_ns, entropy=now.entropy)

@@ -11,12 +11,18 @@ import time
 
 import msgspec
 
+from dsecd.backends.abc import GuestNetwork, Instance
 from dsecd.backends.inside import NO_NETWORK, generated_files, init_config
 from dsecd.backends.spec import Spec
+from dsecd.host import network_veth
 from dsecd.host.plan import Bind
-from dsecd.host.vm_plan import PMEM_ALIGN, Accel, Devices, VmLayer, VmPlan
+from dsecd.host.vm_plan import PMEM_ALIGN, Accel, Devices, VmLayer, VmNetwork, VmPlan
+from dsecd.host.vmm_tree import VMM_UID
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config
+from dsecd.policy.compile import Compiled
+from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
+from libdsec.errors import Unsupported
 
 MIB = 1 << 20
 VM = "/vm"  # in the jail: what is the machine's
@@ -32,11 +38,23 @@ ENTROPY_BYTES = 64
 
 
 class Link(msgspec.Struct, kw_only=True):
-    """The guest's end of its network: addresses with their prefixes, and where the rest goes."""
+    """The guest's end of its network: see `abc.GuestNetwork`."""
 
     interface: str
     addresses: tuple[str, ...]
     gateways: tuple[str, ...]
+    neighbours: tuple[tuple[str, str], ...]
+    mtu: int
+
+
+def _link(guest: GuestNetwork, interface: str) -> Link:
+    return Link(
+        interface=interface,
+        addresses=guest.addresses,
+        gateways=guest.gateways,
+        neighbours=guest.neighbours,
+        mtu=guest.mtu,
+    )
 
 
 class Begin(msgspec.Struct, kw_only=True):
@@ -76,13 +94,15 @@ def disk_bytes(spec: Spec) -> int:
 
 
 def jail_spec(
-    spec: Spec, image: str, *, overhead_bytes: int = 0, binds: tuple[Bind, ...] = ()
-) -> Spec:
+    spec: Spec, image: str, *, accel: Accel = "tcg", overhead_bytes: int = 0,
+    binds: tuple[Bind, ...] = (),
+) -> Spec:  # fmt: skip
     """Return what the jail is asked to be.
 
     `image` holds the monitor, which takes `overhead_bytes` of memory beside the guest's.
     """
     assert spec.vm is not None
+    devices = ("kvm",) if accel == "kvm" else ()
     return Spec(
         image=image,
         memory_bytes=_memory(spec) + overhead_bytes,
@@ -91,7 +111,7 @@ def jail_spec(
         disk_bytes=disk_bytes(spec) + VMM_DISK_BYTES,
         upper="disk",
         network=spec.network,
-        policy=spec.policy,
+        policy=_of_network(spec.policy),
         user=VMM_USER,
         workdir=VM,
         env={},
@@ -100,7 +120,26 @@ def jail_spec(
         output_limit=VMM_OUTPUT_BYTES,
         spool_limit=VMM_OUTPUT_BYTES,
         binds=binds,
+        devices=devices if spec.network == "none" else (*devices, "net/tun"),
+        tap_user=VMM_UID,
     )
+
+
+def _of_network(policy: Compiled | None) -> Compiled | None:
+    """Return what of a policy the jail enforces: other rules are about files of the guest."""
+    if policy is None:
+        return None
+    return Compiled(net=policy.net, files=FilePolicy(), system=SystemPolicy(), lines=())
+
+
+def check_policy(policy: NetPolicy | None) -> None:
+    """Raise `Unsupported` for what no guest can be given."""
+    if policy is not None and policy.check_names:
+        raise Unsupported(
+            "check_names has no effect on microVMs: the relay that checks names listens on "
+            "loopback, which a guest does not reach; use a container, or leave check_names out",
+            reason="the relay is not reachable from a guest",
+        )
 
 
 def binds(kernel: str, initrd: str, layers: tuple[FlatLayer, ...]) -> tuple[Bind, ...]:
@@ -131,27 +170,33 @@ def vm_plan(
         ),
         upper=UPPER,
         data=DATA if spec.vm.data_disk_bytes else "",
+        network=None
+        if spec.network == "none"
+        else VmNetwork(interface=network_veth.TAP, mac=network_veth.GUEST_MAC.hex(":")),
         agent_socket=AGENT,
         control_socket=CONTROL,
         accel=accel,
     )
 
 
-def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices) -> Begin:
+def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance) -> Begin:
     """Return what the agent makes the sandbox of."""
     assert spec.vm is not None
-    now = clock()
+    now, guest = clock(), jail.guest
+    resolv_conf = guest.resolv_conf if guest else NO_NETWORK
     return Begin(
         layers=devices.layers,
         dax=spec.vm.layers == "pmem",
         upper=devices.upper,
         files=[
             (file.target, file.content, file.mode)
-            for file in generated_files(sandbox, spec.hostname, "", "", NO_NETWORK)
+            for file in generated_files(
+                sandbox, spec.hostname, jail.address, jail.address6, resolv_conf
+            )
         ],
         hostname=spec.hostname,
         pids=spec.pids,
-        network=None,
+        network=_link(guest, devices.network) if guest else None,
         time_ns=now.time_ns,
         entropy=now.entropy,
         config=init_config(sandbox, spec, defaults, caps=ALL_CAPABILITIES),

@@ -50,4 +50,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     no_new_privileges: bool
     output_limit: int
     spool_limit: int
-    binds: tuple[Bind, ...] = ()  # of the host's files: of a backend that builds on another
+    # of a backend that builds on another
+    binds: tuple[Bind, ...] = ()  # of the host's files
+    devices: tuple[str, ...] = ()  # nodes of /dev that no other sandbox has: `tree.Tree.dev_with`
+    tap_user: int | None = None  # inside: its network is a guest's, at a tap of that user

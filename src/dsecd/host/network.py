@@ -48,7 +48,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     """A sandbox's place in the network; plain data, journalled as it is.
 
     `address6` and `gateway6` are "" on a host without IPv6. `ifname` is the host's end, `inside`
-    the sandbox's.
+    the sandbox's. `guest`: the addresses are those of a guest behind `network_veth.TAP`.
     """
 
     sandbox: str
@@ -61,6 +61,8 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str
     gateway6: str
     resolv_conf: str
+    guest: bool = False
+    mtu: int = 1500
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +115,13 @@ class Nat:
         self._attaches = self._detaches = self._failures = 0
         self._closed = False
 
-    async def attach(self, ns: Netns, sandbox_id: str, program: int | None = None) -> Attachment:
+    async def attach(
+        self, ns: Netns, sandbox_id: str, program: int | None = None, tap_owner: int | None = None
+    ) -> Attachment:
         """Connect `ns` to the world. On any failure, or when cancelled, nothing stays behind.
 
-        `program` judges what leaves, as after `judge`.
+        `program` judges what leaves, as after `judge`. With `tap_owner`, a user of the host, the
+        namespace gets a tap for a guest of that user's.
 
         Raises `Exhausted` when no address is free, `InvalidArgument` when the pools overlap the
         host's routes, `Unsupported` without nftables, `Internal` naming the step that failed.
@@ -124,7 +129,9 @@ class Nat:
         if self._closed:
             raise Unavailable("the daemon is stopping")
         slot = self._addresses.acquire()
-        future = self._submit(lambda plane: self._attach(plane, slot, sandbox_id, ns.fd, program))
+        future = self._submit(
+            lambda plane: self._attach(plane, slot, sandbox_id, ns.fd, program, tap_owner)
+        )
         cancelled = await settle(future)
         error = future.exception()
         if error is not None:
@@ -297,10 +304,11 @@ class Nat:
         return Entry(self._config.index(slot), self._addresses.address(slot), address6)
 
     def _attach(
-        self, plane: Plane, slot: int, sandbox_id: str, netns_fd: int, program: int | None
-    ) -> tuple[Attachment, Entry]:
+        self, plane: Plane, slot: int, sandbox_id: str, netns_fd: int, program: int | None,
+        tap_owner: int | None,
+    ) -> tuple[Attachment, Entry]:  # fmt: skip
         entry = self._entry(slot, ipv6=plane.ipv6)
-        resolv_conf = plane.attach(slot, sandbox_id, entry, netns_fd, program)
+        resolv_conf = plane.attach(slot, sandbox_id, entry, netns_fd, program, tap_owner)
         attachment = Attachment(
             sandbox=sandbox_id,
             slot=slot,
@@ -311,6 +319,8 @@ class Nat:
             gateway=str(GATEWAY),
             gateway6=str(GATEWAY6) if entry.address6 else "",
             resolv_conf=resolv_conf,
+            guest=tap_owner is not None,
+            mtu=plane.mtu,
         )
         return attachment, entry
 

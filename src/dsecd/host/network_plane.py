@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.host import addresses, netns, network_survey, network_tc, network_veth
+from dsecd.host import addresses, netns, network_survey, network_tc, network_veth, tap
 from dsecd.host.network_nft import Entry, Firewall, Rules, load, removal, render
 from dsecd.host.network_sysctl import Forwarding, has_ipv6
 from dsecd.host.network_veth import Found, Link
@@ -207,6 +207,10 @@ class Plane:
         self._forwarding.restore()
         self._active = False
 
+    @property
+    def mtu(self) -> int:
+        return self._mtu
+
     def resolv_conf(self) -> str:
         """Return the sandbox's resolver file, of the host's resolvers as they are now."""
         return addresses.resolv_conf(self._config.resolvers or addresses.host_resolvers())
@@ -225,9 +229,12 @@ class Plane:
         )
 
     def attach(
-        self, slot: int, sandbox_id: str, entry: Entry, netns_fd: int, program: int | None = None
-    ) -> str:
+        self, slot: int, sandbox_id: str, entry: Entry, netns_fd: int, program: int | None = None,
+        tap_owner: int | None = None,
+    ) -> str:  # fmt: skip
         """Connect the namespace `netns_fd`; return its resolver file. On failure nothing stays.
+
+        With `tap_owner` the addresses are for a guest at a tap of that user's.
 
         Raises `Internal` naming the request that failed; `Exhausted` without memory.
         """
@@ -240,7 +247,7 @@ class Plane:
                 if program is not None:  # before the link is up
                     self.judge(entry.index, program)
                 self._demand(self._route, network_veth.host_end(link))
-                self._configure_inside(link, netns_fd)
+                self._configure_inside(link, netns_fd, tap_owner)
                 network_veth.settle_carrier(self._route.fileno(), link.name)
                 self._entries[entry.index] = entry
                 self._add(entry)
@@ -322,11 +329,15 @@ class Plane:
             if error.errno != errno.ENOENT or not self.repair():
                 raise
 
-    def _configure_inside(self, link: Link, netns_fd: int) -> None:
+    def _configure_inside(self, link: Link, netns_fd: int, tap_owner: int | None) -> None:
+        messages = network_veth.inside_end(link)
         with netns.inside(netns_fd, self._home):
+            if tap_owner is not None:
+                messages = network_veth.guest_end(link, tap.make(network_veth.TAP, tap_owner))
+                tap.forward()
             route = Netlink()  # belongs to the namespace it was opened in, wherever it is used
         try:
-            self._demand(route, network_veth.inside_end(link))
+            self._demand(route, messages)
         finally:
             route.close()
 

@@ -6,6 +6,10 @@ addresses that exist nowhere (169.254.1.1, fe80::1): permanent neighbour entries
 lead to the other end. So there is no ARP or neighbour discovery to wait for, to spoof or to
 overflow the host's neighbour table (permanent entries are outside gc_thresh3), and no duplicate
 address detection: IPv6 works at once.
+
+Where a virtual machine runs in the sandbox the addresses are its guest's. The namespace routes
+between the veth and a tap, in the same way: the guest's gateways lead to the tap's end. What the
+guest sends that is not IP ends there, and one address there is the resolver's.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ GATEWAY = ipaddress.IPv4Address("169.254.1.1")
 GATEWAY6 = ipaddress.IPv6Address("fe80::1")
 INSIDE = "eth0"
 INSIDE_INDEX = 2  # loopback is 1
+TAP = "tap0"  # of a monitor, in the sandbox's namespace
+TAP_MAC, GUEST_MAC = b"\x02\xd5\xec\x02\x00\x01", b"\x02\xd5\xec\x02\x00\x02"
+RESOLVER = ipaddress.IPv4Address("169.254.1.53")  # for a guest: it does not reach loopback
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK, RTM_SETLINK = 16, 17, 18, 19
 RTM_NEWADDR, RTM_NEWROUTE, RTM_NEWNEIGH = 20, 24, 28
@@ -130,14 +137,7 @@ def host_end(link: Link) -> list[Message]:
         Message(RTM_SETLINK, 0, _link(link.index) + alias, "set alias"),
         *_start(link.index, ipv6=link.address6 is not None),
     ]
-    for address in _addresses(link):
-        family, bits = _family(address)
-        scope = RT_SCOPE_LINK if family == AF_INET else RT_SCOPE_UNIVERSE
-        payload = _route(family, bits, scope, 0)
-        payload += attr(RTA_DST, address.packed) + attr_u32(RTA_OIF, link.index)
-        flags = NLM_F_CREATE | NLM_F_EXCL
-        messages.append(Message(RTM_NEWROUTE, flags, payload, f"route to {address}"))
-        messages.append(_neighbour(link.index, address, link.mac_inside))
+    messages += _routes_to(link, link.index, link.mac_inside)
     return messages
 
 
@@ -160,11 +160,27 @@ def inside_end(link: Link) -> list[Message]:
             )
             payload += attr(RTA_DST, address.packed) + attr_u32(RTA_OIF, INSIDE_INDEX)
             messages.append(Message(RTM_NEWROUTE, NLM_F_CREATE, payload, "local route inside"))
-        gateway = GATEWAY if family == AF_INET else GATEWAY6
-        messages.append(_neighbour(INSIDE_INDEX, gateway, link.mac_host))
-        payload = _route(family, 0, RT_SCOPE_UNIVERSE, RTNH_F_ONLINK)
-        payload += attr(RTA_GATEWAY, gateway.packed) + attr_u32(RTA_OIF, INSIDE_INDEX)
-        messages.append(Message(RTM_NEWROUTE, flags, payload, f"default route via {gateway}"))
+        messages += _default_route(link, family)
+    return messages
+
+
+def guest_end(link: Link, tap: int) -> list[Message]:
+    """Configure the sandbox's end, and the tap of index `tap`, for a guest that has the addresses.
+
+    To be sent from inside the namespace, which has to forward.
+    """
+    ipv6 = link.address6 is not None
+    messages = _start(INSIDE_INDEX, ipv6=ipv6)
+    payload = _ADDRESS.pack(AF_INET, 32, 0, RT_SCOPE_LINK, INSIDE_INDEX)
+    payload += attr(IFA_ADDRESS, RESOLVER.packed) + attr(IFA_LOCAL, RESOLVER.packed)
+    flags = NLM_F_CREATE | NLM_F_EXCL
+    messages.append(Message(RTM_NEWADDR, flags, payload, "address of the resolver inside"))
+    for address in _addresses(link):
+        messages += _default_route(link, _family(address)[0])
+    payload = _link(tap) + attr(IFLA_ADDRESS, TAP_MAC) + attr_u32(IFLA_MTU, link.mtu)
+    messages.append(Message(RTM_SETLINK, 0, payload, "configure the tap"))
+    messages += _start(tap, ipv6=ipv6)
+    messages += _routes_to(link, tap, GUEST_MAC)
     return messages
 
 
@@ -246,6 +262,32 @@ def _start(index: int, *, ipv6: bool) -> list[Message]:
 
 def _route(family: int, bits: int, scope: int, flags: int) -> bytes:
     return _ROUTE.pack(family, bits, 0, 0, RT_TABLE_MAIN, RTPROT_STATIC, scope, RTN_UNICAST, flags)
+
+
+def _routes_to(link: Link, index: int, mac: bytes) -> list[Message]:
+    """Lead to the sandbox's addresses, through interface `index` to `mac`."""
+    messages = []
+    for address in _addresses(link):
+        family, bits = _family(address)
+        scope = RT_SCOPE_LINK if family == AF_INET else RT_SCOPE_UNIVERSE
+        payload = _route(family, bits, scope, 0)
+        payload += attr(RTA_DST, address.packed) + attr_u32(RTA_OIF, index)
+        flags = NLM_F_CREATE | NLM_F_EXCL
+        messages.append(Message(RTM_NEWROUTE, flags, payload, f"route to {address}"))
+        messages.append(_neighbour(index, address, mac))
+    return messages
+
+
+def _default_route(link: Link, family: int) -> list[Message]:
+    """Lead to everywhere, through the sandbox's end."""
+    gateway = GATEWAY if family == AF_INET else GATEWAY6
+    payload = _route(family, 0, RT_SCOPE_UNIVERSE, RTNH_F_ONLINK)
+    payload += attr(RTA_GATEWAY, gateway.packed) + attr_u32(RTA_OIF, INSIDE_INDEX)
+    flags = NLM_F_CREATE | NLM_F_EXCL
+    return [
+        _neighbour(INSIDE_INDEX, gateway, link.mac_host),
+        Message(RTM_NEWROUTE, flags, payload, f"default route via {gateway}"),
+    ]
 
 
 def _neighbour(

@@ -5,6 +5,7 @@ there would not open. It is made once per host and outlives the daemon; sandboxe
 its directories, so it may even be replaced while they run.
 
     dev/            null zero full random urandom tty, links, empty pts/ shm/ mqueue/
+    dev+<names>/    the same with nodes that only the monitors of virtual machines get
     cpu/<n>/        cpuinfo and sys/ as a machine with n CPUs shows them
 
 Affinity alone does not make software count right: sysconf(3) reads /sys/devices/system/cpu/online
@@ -17,6 +18,7 @@ import math
 import os
 import re
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,7 @@ _DEVICES = {
     "null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9),
     "tty": (5, 0),
 }  # fmt: skip
+_EXTRA = {"kvm": (10, 232), "net/tun": (10, 200)}
 _LINKS = {
     "fd": "/proc/self/fd",
     "stdin": "/proc/self/fd/0",
@@ -51,6 +54,17 @@ class Tree:
     def dev(self) -> str:
         """`ContainerPlan.dev_tree`."""
         return str(self.path / "dev")
+
+    def dev_with(self, devices: tuple[str, ...]) -> str:
+        """Return a /dev that has `devices` (of `_EXTRA`), too; it is made at the first use."""
+        if not devices:
+            return self.dev
+        path = self.path / "+".join(["dev", *(name.replace("/", "-") for name in devices)])
+        if not path.exists():
+            new = path.with_name(f"{path.name}.new")
+            _make_dev(new, _DEVICES | {name: _EXTRA[name] for name in devices})
+            new.rename(path)
+        return str(path)
 
     def cpu_count(self, cpu_cores: float) -> int:
         """Return the whole number of CPUs that a limit of `cpu_cores` shows."""
@@ -115,17 +129,24 @@ def _complete(path: Path) -> bool:
 
 
 def _fill(path: Path) -> None:
-    dev = _directory(path / "dev")
-    for name, (major, minor) in _DEVICES.items():
+    _make_dev(path / "dev", _DEVICES)
+    _directory(path / "cpu")
+    _file(path / "version", _VERSION)
+
+
+def _make_dev(dev: Path, devices: Mapping[str, tuple[int, int]]) -> None:
+    _directory(dev)
+    for name, (major, minor) in devices.items():
         node = dev / name
+        _directory(node.parent)
+        node.unlink(missing_ok=True)  # of a daemon that was killed half way
         os.mknod(node, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
         node.chmod(0o666)  # mknod obeys the umask
     for name, target in _LINKS.items():
+        (dev / name).unlink(missing_ok=True)
         (dev / name).symlink_to(target)
     for name in _DIRECTORIES:
         _directory(dev / name)
-    _directory(path / "cpu")
-    _file(path / "version", _VERSION)
 
 
 def _directory(path: Path, mode: int = 0o755) -> Path:

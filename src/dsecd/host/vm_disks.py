@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -51,3 +52,22 @@ def _create(root: Path, path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def take(root: Path, path: str, to: Path) -> None:
+    """Copy the file `path` to the new file `to` of the host. Raises `OSError`."""
+    fd = open_inside(root, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        sparse.copy_sparse(Path(f"/proc/self/fd/{fd}"), to)
+    finally:
+        os.close(fd)
+
+
+def remove(root: Path, path: str) -> None:
+    """Remove the file `path` where there is one. Raises `OSError`."""
+    directory = open_inside(root, str(Path(path).parent), os.O_PATH | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(Path(path).name, dir_fd=directory)
+    finally:
+        os.close(directory)

@@ -1,7 +1,7 @@
 """Archives in the newc format of cpio, which is what the kernel unpacks as its initramfs.
 
-Written for one reader, init/initramfs.c of Linux: it makes an entry without its parents fail without
-a word, so here parents must come first; times and owners are 0, so equal entries give equal bytes.
+Written for one reader, init/initramfs.c of Linux: it drops an entry without its parents and says
+nothing, so here parents must come first. Times and owners are 0, so equal entries give equal bytes.
 The format: Documentation/driver-api/early-userspace/buffer-format.rst.
 """
 
