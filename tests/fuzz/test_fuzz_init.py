@@ -56,6 +56,7 @@ REQUESTS: list[tuple[str, object]] = [
     ("vm.begin", MACHINE),
     ("vm.clock", CLOCK),
     ("vm.watch", {}),
+    ("vm.pack", {}),
 ]
 REPLACED = ("child_fork", "vm_build", "vm_time_set", "vm_entropy_add")
 STATES = (b"\0", b"\2", b"\4")  # a container; a machine that waits for vm.begin, one that has it

@@ -325,3 +325,20 @@ void child_enter(const struct child_fds *fds, const struct role *role, struct id
     place(fds);
     become(role, who);
 }
+
+void child_stay(const struct child_fds *fds, int first, int second)
+{
+    ctl_fd = fds->ctl;
+    reset_signals();
+    setsid();
+    int out = lift(fds->out), ctl = lift(ctl_fd);
+    first = lift(first);
+    second = lift(second);
+    if (dup2(null_fd, 0) < 0 || dup2(out, 1) < 0 || dup2(null_fd, 2) < 0 ||
+        dup3(ctl, CTL_FD, O_CLOEXEC) < 0 || dup3(first, CTL_FD + 1, O_CLOEXEC) < 0 ||
+        dup3(second, CTL_FD + 2, O_CLOEXEC) < 0)
+        child_fail(INTERNAL, "cannot place descriptors: %s", strerror(errno));
+    ctl_fd = CTL_FD;
+    if (syscall(SYS_close_range, CTL_FD + 3, ~0U, 0) < 0)
+        child_fail(INTERNAL, "cannot close descriptors: %s", strerror(errno));
+}

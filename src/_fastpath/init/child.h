@@ -82,6 +82,10 @@ struct role {
  * failure is reported and ends the child. */
 void child_enter(const struct child_fds *fds, const struct role *role, struct identity *who);
 
+/* Of a machine's own children: enter nothing, keep all rights. Descriptors: as above, then `first` and
+ * `second`. */
+void child_stay(const struct child_fds *fds, int first, int second);
+
 _Noreturn void child_fail(enum code code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 /* Report `err` (an errno value) about `path`; `what` reads like "cannot open". */

@@ -156,7 +156,7 @@ static const struct operation {
     { "sys.ping", op_ping },          { "sys.stats", op_stats },
     { "sys.pause", op_pause },
     { "vm.begin", vm_begin },         { "vm.clock", vm_clock },
-    { "vm.watch", vm_watch },
+    { "vm.watch", vm_watch },         { "vm.pack", vm_pack },
 };
 
 static void handle_request(struct call *call, struct mp_bytes op, struct mp_bytes args)

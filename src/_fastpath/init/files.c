@@ -283,6 +283,8 @@ _Noreturn void file_child(const struct file_task *task)
     const struct path_args *args = task->args;
     struct tree_change mode = { .mode = (mode_t)args->mode.value };
     struct identity who;
+    if (task->op == FILE_PACK)
+        vm_pack_child(&task->fds);
     child_enter(&task->fds, &(struct role){ .user = args->user }, &who);
     root_fd = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root_fd < 0)
@@ -306,6 +308,7 @@ _Noreturn void file_child(const struct file_task *task)
     case FILE_DOWNLOAD: tar_download(args);
     case FILE_UPLOAD: tar_upload(args);
     case FILE_WATCH: file_watch(args);
+    case FILE_PACK: break;
     }
     _exit(127);
 }

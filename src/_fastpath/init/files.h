@@ -9,6 +9,7 @@
 enum file_op {
     FILE_STAT, FILE_LIST, FILE_GLOB, FILE_MKDIR, FILE_RENAME, FILE_REMOVE, FILE_CHMOD, FILE_CHOWN,
     FILE_READ, FILE_WRITE, FILE_DOWNLOAD, FILE_UPLOAD, FILE_WATCH,
+    FILE_PACK, /* vm_pack.c: a virtual machine's own */
 };
 
 struct file_task {
@@ -53,5 +54,6 @@ _Noreturn void file_glob(const struct path_args *args);
 _Noreturn void file_watch(const struct path_args *args);
 _Noreturn void tar_download(const struct path_args *args);
 _Noreturn void tar_upload(const struct path_args *args);
+_Noreturn void vm_pack_child(const struct child_fds *fds);
 
 #endif

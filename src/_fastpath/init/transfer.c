@@ -10,6 +10,7 @@
 
 #include "job.h"
 #include "leaver.h"
+#include "vm.h"
 
 static struct transfer *transfers;
 static const struct call_ops transfer_ops;
@@ -50,6 +51,8 @@ void transfer_free(struct transfer *t)
 {
     if (t->held)
         t->call->conn->held_until = 1; /* due: released by the next tick, outside of any handler */
+    if (t->freezes)
+        vm_thaw();
     source_close(&t->ctl);
     source_close(&t->from);
     source_close(&t->to);
@@ -413,7 +416,7 @@ static bool plumb(struct transfer *t, struct file_task *task, int ours[3])
 {
     int pair[2];
     bool out = task->op == FILE_LIST || task->op == FILE_GLOB || task->op == FILE_READ ||
-               task->op == FILE_DOWNLOAD;
+               task->op == FILE_DOWNLOAD || task->op == FILE_PACK;
     bool in = task->op == FILE_UPLOAD || (task->op == FILE_WRITE && !task->args->data.p);
     t->collect = task->op == FILE_LIST || task->op == FILE_GLOB;
     t->watch = task->op == FILE_WATCH;
@@ -430,15 +433,16 @@ static bool plumb(struct transfer *t, struct file_task *task, int ours[3])
     return true;
 }
 
-void transfer_start(struct call *call, enum file_op op, const struct path_args *args)
+bool transfer_start(struct call *call, enum file_op op, const struct path_args *args)
 {
     struct transfer *t = transfer_new(call);
     struct file_task task = { op, args, { -1, -1, -1, -1, -1, -1, false } };
     int ours[3] = { -1, -1, -1 };
     if (!t) {
         call_fail(call, "exhausted", "%d file operations are running", MAX_TRANSFERS);
-        return;
+        return false;
     }
+    t->freezes = op == FILE_PACK;
     pid_t pid = plumb(t, &task, ours) ? child_fork(-1) : -errno;
     if (pid == 0)
         file_child(&task);
@@ -459,11 +463,12 @@ void transfer_start(struct call *call, enum file_op op, const struct path_args *
         transfer_free(t);
         call_fail(call, "exhausted", "the sandbox cannot start a file operation: %s",
                   strerror(-pid));
-        return;
+        return false;
     }
     t->pid = pid;
     if (t->watch) {
         t->held = true; /* a request after it must find the watch in effect */
         conn_hold(call->conn);
     }
+    return true;
 }

@@ -19,6 +19,7 @@ struct chunk {
 
 struct transfer {
     bool used, forward, connecting, v6, collect, watch, held;
+    bool freezes; /* commands stand still until it is over */
     bool ended; /* the caller's stream is complete */
     bool have_result;
     uint16_t port;
@@ -30,7 +31,8 @@ struct transfer {
     size_t result_cap, result_n;
 };
 
-void transfer_start(struct call *call, enum file_op op, const struct path_args *args);
+/* False: the call has failed. */
+bool transfer_start(struct call *call, enum file_op op, const struct path_args *args);
 void forward_start(struct call *call, uint16_t port);
 bool transfers_reap(pid_t pid);
 /* Kill a child that was stopped and fail its call; true: the pid is a file operation's. */

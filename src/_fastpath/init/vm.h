@@ -23,6 +23,9 @@ bool vm_admits(struct call *call, struct mp_bytes op);
 void vm_begin(struct call *call, struct mp_bytes raw);
 void vm_clock(struct call *call, struct mp_bytes raw);
 void vm_watch(struct call *call, struct mp_bytes raw);
+void vm_pack(struct call *call, struct mp_bytes raw);
+/* The call that froze the commands is over. */
+void vm_thaw(void);
 /* Tell whoever watches of out-of-memory kills: before the result of a command that was one of them. */
 void vm_watch_check(void);
 

@@ -47,6 +47,7 @@ from typing import Protocol
 import msgspec
 
 from dsecd.backends.spec import Spec
+from dsecd.images.library import Library
 from dsecd.images.local import Located
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
@@ -224,6 +225,8 @@ class Layers(Protocol):
 
 class Environments(Protocol):
     """Layers of environments on this host, for a backend that makes something else of them."""
+
+    library: Library  # where new ones go
 
     def recall(self, spec: Spec) -> Located | None:
         """Return what `locate` found a moment ago."""

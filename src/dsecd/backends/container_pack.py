@@ -14,26 +14,22 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.backends import packing
 from dsecd.backends.container_holding import Holding
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.container_roots import stack
 from dsecd.host import processes
 from dsecd.host.cgroup import TreeDriver
-from dsecd.images import names
-from dsecd.images.builder import Recipe
-from dsecd.images.environment import override
 from dsecd.images.library import Gate
-from dsecd.images.manifest import Config, Origin
+from dsecd.images.manifest import Config
 from dsecd.images.model import Node
 from dsecd.images.sources.report import Report
 from dsecd.images.sources.sink import Sink
-from dsecd.images.sources.upper import RESIDUE, Rule, read_upper
+from dsecd.images.sources.upper import read_upper
 from libdsec.model import PackArgs, Packed
 
 FD_UPPER = 12  # in dsec-init: the file system that the upper is in
 UPPER = "u"  # the upper's directory there
-# Made by dsecd for each sandbox; the next one gets its own
-IDENTITY = tuple(Rule(f"etc/{name}") for name in ("hostname", "hosts", "machine-id", "resolv.conf"))
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +92,7 @@ async def pack_diff(
     """Make the layer and name it. Raises what the freeze, the writer and the store raise."""
     freeze = Freeze(driver, subject.cgroup)
     reports: list[Report] = []
-    rules = (*IDENTITY, *(RESIDUE if args.clean else ()), *(Rule(path) for path in args.omit))
+    rules = packing.rules(args)
 
     upper = open_upper(subject)
     gate = Gate()
@@ -110,29 +106,9 @@ async def pack_diff(
         reports[:] = [report for _, report in found]
         return [root for root, _ in found]
 
-    recipe = Recipe(
-        kind=names.kind(names.normalise(args.name)),
-        config=_config(subject, args),
-        parents=subject.layers,
-        origin=Origin(
-            source=f"sandbox {subject.sandbox}", builder=args.builder, created_at=time.time()
-        ),
-    )
+    base = packing.Base(subject.sandbox, subject.layers, subject.defaults)
     try:
-        made = await layers.library.make(args.name, read, recipe, args.replace, gate, freeze.hold)
+        made = await packing.make_layer(layers.library, base, args, read, gate, freeze.hold)
     finally:
         os.close(upper)
-    return Packed(
-        name=made.name,
-        digest=made.digest,
-        size_bytes=made.manifest.content_bytes,
-        entries=made.manifest.entries,
-        frozen_ms=freeze.ms,
-        notes=[note for report in reports for note in report.notes()],
-    )
-
-
-def _config(subject: Subject, args: PackArgs) -> Config:
-    if args.config is None:
-        return subject.defaults
-    return override(subject.defaults, Config(**msgspec.structs.asdict(args.config)))
+    return packing.packed(made, freeze.ms, reports)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.backends import abc
+from dsecd.backends import abc, microvm_pack, packing
 from dsecd.backends.abc import (
     Backend,
     Capabilities,
@@ -67,6 +67,8 @@ class Held(msgspec.Struct, kw_only=True):
     jail: Handle
     layers: tuple[str, ...]  # digests, bottom first
     plan: VmPlan
+    upper_bytes: int  # size of its disk
+    defaults: Defaults = Defaults()  # of its image
     paused: bool = False
     ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
 
@@ -103,8 +105,8 @@ class MicroVMBackend:
         await self._host.start()
         able = self._jail.capabilities
         self.capabilities = Capabilities(
-            vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, shell=True,
-            trim=able.trim, pause=able.pause,
+            vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
+            shell=True, trim=able.trim, pause=able.pause,
             network=able.network,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2, files_ruled=able.files_ruled,
@@ -170,7 +172,14 @@ class MicroVMBackend:
             for digest in digests:
                 self._host.flats.release(digest)
             raise
-        held = Held(jail=jail, layers=digests, plan=plan, ruled=spec.policy is not None)
+        held = Held(
+            jail=jail,
+            layers=digests,
+            plan=plan,
+            upper_bytes=spec.disk_bytes,
+            defaults=defaults,
+            ruled=spec.policy is not None,
+        )
         holding = self._holdings[sandbox] = Holding(held, defaults)
         return holding.handle()
 
@@ -292,7 +301,8 @@ class MicroVMBackend:
     # --- after a restart ------------------------------------------------------------------------
 
     async def recover(self, handle: Handle) -> Instance | None:
-        holding = Holding(_decode(handle), Defaults())
+        held = _decode(handle)
+        holding = Holding(held, held.defaults)
         jail = await self._jail.recover(holding.held.jail)
         if jail is None:
             return None
@@ -393,7 +403,14 @@ class MicroVMBackend:
         await self._jail.update_network(holding.held.jail, policy, save_jail)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
-        raise _lacking("saved changes")
+        holding = self._holdings[handle.sandbox]
+        assert holding.machine is not None
+        assert holding.machine.channel is not None
+        held = holding.held
+        base = packing.Base(handle.sandbox, held.layers, holding.defaults)
+        return await microvm_pack.pack_diff(
+            self._environments.library, holding.machine.channel, base, held.upper_bytes, args
+        )
 
     async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
         raise _lacking("grading")

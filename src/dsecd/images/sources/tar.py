@@ -163,29 +163,35 @@ class _Reader:
             xattrs=xattrs,
         )
         if member.kind == archive.SYMLINK:
-            node.target = _link_text(member.link, parts)
+            node.target = link_text(member.link, parts)
         elif member.kind == archive.REGULAR:
             node.size = member.size
-            node.chunks = self._content(member, parts)
+            node.chunks = take_content(
+                self._archive, member, parts, self._sink, self._report, self._limit
+            )
         return node
 
-    def _content(self, member: Member, parts: Parts) -> list[Chunk | None]:
-        self._report.stored_bytes += member.stored
-        if self._report.stored_bytes > self._limit:
-            raise Exhausted(
-                f"the archive's content passes {self._limit} bytes, what this disk can take; "
-                "free space or raise the limit",
-                limit_bytes=self._limit,
-            )
-        self._report.size_bytes += member.size
-        if self._report.size_bytes > MAX_SIZE:
-            raise too_large(parts)
-        if member.segments is None:
-            return self._sink.add(self._archive.read, member.size)
-        return _add_sparse(self._sink, self._archive, member.segments, member.size)
+
+def take_content(
+    members: Archive, member: Member, parts: Parts, sink: Sink, report: Report, limit_bytes: int
+) -> list[Chunk | None]:
+    """Give the content of the present member to the sink. Raises `Exhausted`, `InvalidArgument`."""
+    report.stored_bytes += member.stored
+    if report.stored_bytes > limit_bytes:
+        raise Exhausted(
+            f"the archive's content passes {limit_bytes} bytes, what this disk can take; "
+            "free space or raise the limit",
+            limit_bytes=limit_bytes,
+        )
+    report.size_bytes += member.size
+    if report.size_bytes > MAX_SIZE:
+        raise too_large(parts)
+    if member.segments is None:
+        return sink.add(members.read, member.size)
+    return _add_sparse(sink, members, member.segments, member.size)
 
 
-def _link_text(text: bytes, parts: Parts) -> bytes:
+def link_text(text: bytes, parts: Parts) -> bytes:
     if not 0 < len(text) < 4096 or b"\0" in text:  # PATH_MAX counts the end
         raise InvalidArgument(
             f"{show(parts)} is a symbolic link to a target of {len(text)} bytes", member=show(parts)

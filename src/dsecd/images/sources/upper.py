@@ -19,7 +19,7 @@ import msgspec
 from dsecd.images.model import OPAQUE, REDIRECT, Node, whiteout
 from dsecd.images.sources import attributes
 from dsecd.images.sources.paths import Parts, compile_patterns, show
-from dsecd.images.sources.report import Check, Report, Residue, unchecked
+from dsecd.images.sources.report import MAX_ID, Check, Report, Residue, unchecked
 from dsecd.images.sources.sink import Sink
 from dsecd.images.sources.walker import EMPTY, KEEP, OMIT, Walker, opened
 from libdsec.errors import InvalidArgument, Unsupported
@@ -79,7 +79,7 @@ def read_upper(
     Raises `InvalidArgument` naming a file whose owner is outside of uid_base…+65535, `Unsupported`
     for an overlay with features we do not mount with (metacopy), `WrongState` for a change.
     """
-    rules = _Rules(uid_base, residue)
+    rules = UpperRules(uid_base, residue)
     with opened(upper) as root:
         walker = Walker(rules, sink, check, whiteouts=True)
         node = walker.read(root)
@@ -88,7 +88,7 @@ def read_upper(
     return node, walker.report
 
 
-class _Rules:
+class UpperRules:
     """Ids shifted, overlay attributes sorted, residue cleared."""
 
     tells_omitted = True
@@ -129,6 +129,12 @@ class _Rules:
         )
 
     def _inside(self, number: int, parts: Parts) -> int:
+        if not self._base and not 0 <= number <= MAX_ID:
+            raise InvalidArgument(
+                f"{show(parts)} belongs to id {number}, which a container cannot have; "
+                f"give it to one from 0 to {MAX_ID}",
+                path=show(parts),
+            )
         if not self._base <= number < self._base + RANGE:
             raise InvalidArgument(
                 f"{show(parts)} belongs to the host's id {number}, which is none of the sandbox's "
