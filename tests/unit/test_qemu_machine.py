@@ -394,6 +394,7 @@ async def test_the_assembled_tree_runs_it(host: Host, firmware: str) -> None:
     place = host.path("tree")
     place.mkdir()
     vmm_tree.assemble(vmm_tree.survey(), place)
+    os.chown(place / "vm", os.geteuid(), os.getegid())  # the one user of the namespace below
     for name in ("vm/kernel", "vm/upper.img", "dev/null"):
         (place / name).write_bytes(bytes(4096))
     plan = VmPlan(
