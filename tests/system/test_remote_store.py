@@ -15,6 +15,7 @@ import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from tests.system.daemon import IMAGE, Daemon, daemon
+from tests.system.remote_lab import blobd_processes
 
 pytestmark = pytest.mark.root
 BASE = DSecContainerRunArgs(container_image=IMAGE)
@@ -45,14 +46,6 @@ async def reader(store: Path, on_demand: str = "fuse") -> AsyncIterator[tuple[Da
         DSecClient(f"unix:{running.socket}") as client,
     ):
         yield running, client
-
-
-def blobd_of(running: Daemon) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter()
-        if "dsec-blobd" in process.name() and str(running.root) in " ".join(process.cmdline())
-    ]
 
 
 def sums(store: Path) -> dict[str, str]:
@@ -87,7 +80,7 @@ async def test_sandboxes_live_through_kills_of_blobd_and_dsecd(store: Path) -> N
         boxes = await asyncio.gather(*(client.run_container(args) for _ in range(3)))
         expected = sums(store)
         reading = [asyncio.create_task(hashes(box)) for box in boxes]
-        for process in blobd_of(running):
+        for process in blobd_processes(running):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         await asyncio.sleep(0.1)
@@ -112,10 +105,10 @@ async def test_a_restart_keeps_the_cache_and_its_readers(store: Path) -> None:
     args = DSecContainerRunArgs(container_image=IMAGE, toolkits=["toolkit/big:1"])
     async with reader(store) as (running, client):
         box = await client.run_container(args)
-        before = [process.pid for process in blobd_of(running)]
+        before = [process.pid for process in blobd_processes(running)]
         running.kill()
         await running.start()
-        assert [process.pid for process in blobd_of(running)] == before
+        assert [process.pid for process in blobd_processes(running)] == before
         async with DSecClient(f"unix:{running.socket}") as again:
             known = await again.connect(box.id)
             assert await hashes(known) == sums(store)
@@ -132,7 +125,7 @@ async def test_metrics_tell_what_dsec_blobd_counts(store: Path) -> None:
         assert first["dsec_blobd_cache_bytes"] >= BIG
         assert first["dsec_blobd_read_errors_total"] == 0
         assert first["dsec_creates_total"] == 1
-        for process in blobd_of(running):
+        for process in blobd_processes(running):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         while (again := await scrape(running)).get("dsec_blobd_restarts_total") != 1:
@@ -160,7 +153,7 @@ async def test_sandboxes_on_pre_access_live_through_kills(store: Path) -> None:
         assert sum(path.stat().st_blocks * 512 for path in blobs.iterdir()) < BIG // 2
         expected = sums(store)
         reading = [asyncio.create_task(hashes(box)) for box in boxes]
-        for process in blobd_of(running):
+        for process in blobd_processes(running):
             if process.name() == "dsec-blobd":
                 process.kill()
         running.kill()
@@ -169,7 +162,7 @@ async def test_sandboxes_on_pre_access_live_through_kills(store: Path) -> None:
         await asyncio.gather(*reading, return_exceptions=True)
         await running.start()
         async with DSecClient(f"unix:{running.socket}") as again:
-            for process in blobd_of(running):
+            for process in blobd_processes(running):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             for box in boxes:
