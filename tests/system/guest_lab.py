@@ -1,8 +1,7 @@
 """A guest whose PID 1 is `dsec-init --vm`, in QEMU without KVM, and clients of its serial port.
 
-The initramfs holds what the platform's has: dsec-init, the static shell, a console and empty
-directories. Nothing of the host is mounted or shared but the images of `Disks`, and the port is a
-unix socket, so that every frame can be seen.
+Kernel, command line and initramfs are those of microVMs. Nothing of the host is mounted or shared
+but the images of `Disks`, and the port is a unix socket, so that every frame can be seen.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import os
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,27 +22,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from dsecd.images.guest import COMMAND_LINE
+from dsecd.images.initramfs import initramfs
 from libdsec import model, wire
 from libdsec.errors import Unavailable
 from tests.system.init_harness import BINARY
 from tests.wire_client import WireCall, WireClient
 
-KERNEL = Path(os.environ.get("DSEC_GUEST_KERNEL", "/var/lib/dsec/guest/kernel"))
+KERNEL = Path(os.environ.get("DSEC_GUEST_KERNEL", "/var/cache/dsec-guest/kernel-for-tests"))
 SHELL = Path("/bin/bash-static")
 MEMORY_MB = 256
 UPPER_BYTES = 48 << 20
 ALIGNMENT = 2 << 20  # of what virtio-pmem maps
-COMMAND_LINE = (
-    "console=ttyS0 quiet loglevel=4 panic=-1 no_timer_check random.trust_cpu=on mitigations=off "
-    "nokaslr init_on_alloc=0 rcupdate.rcu_expedited=1 swiotlb=noforce rdinit=/init -- --vm"
-)
-DEV_CONSOLE = (5, 1)
 PROMPT_S = 2.0  # in which the agent must answer the first frame of a connection
 PAUSE_S = 0.2  # the agent sees that a peer has gone
 BOOT_S = 60.0
-
-Entry = tuple[str, int, bytes]
-ENTRIES: list[Entry] = [(name, stat.S_IFDIR | 0o755, b"") for name in ("dev", "proc", "sys")]
 
 
 def missing() -> str:
@@ -55,30 +47,6 @@ def missing() -> str:
         return f"no guest kernel at {KERNEL} (DSEC_GUEST_KERNEL)"
     tools = [name for name in ("mkfs.erofs", "mkfs.ext4", "busybox") if not shutil.which(name)]
     return f"missing: {', '.join(tools)}" if tools else ""
-
-
-def cpio(entries: Sequence[Entry]) -> bytes:
-    """Return an archive in the newc format of the kernel's documentation (initramfs)."""
-    out = bytearray()
-    for number, (name, mode, data) in enumerate([*entries, ("TRAILER!!!", 0, b"")], 1):
-        text = name.encode() + b"\0"
-        device = DEV_CONSOLE if stat.S_ISCHR(mode) else (0, 0)
-        fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, *device, len(text), 0)
-        out += b"070701" + b"".join(b"%08x" % field for field in fields) + text
-        out += bytes(-len(out) % 4) + data
-        out += bytes(-len(out) % 4)
-    return bytes(out)
-
-
-def initramfs() -> bytes:
-    return cpio(
-        [
-            *ENTRIES,
-            ("dev/console", stat.S_IFCHR | 0o600, b""),
-            ("init", stat.S_IFREG | 0o755, Path(BINARY).read_bytes()),
-            ("shell", stat.S_IFREG | 0o755, SHELL.read_bytes()),
-        ]
-    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +95,7 @@ class Guest:
         self.folder, self.dax = folder, dax
         self.disks = Disks.make(folder)
         self.socket = folder / "agent.sock"
-        (folder / "initrd").write_bytes(initramfs())
+        (folder / "initrd").write_bytes(initramfs(Path(BINARY).read_bytes(), SHELL.read_bytes()))
         self.process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL)
 
     @property

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.config import load
 from dsecd.images import guest
 from dsecd.images.initramfs import initramfs
 
@@ -72,17 +71,14 @@ def command(kernel: Path, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def facts(guest_kernel: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the probe found, by name."""
-    kernel = load().state / guest.KERNEL
-    if not kernel.exists():
-        pytest.skip(f"no kernel of guests at {kernel}: run scripts/build-guest")
     for program in ("qemu-system-x86_64", "mkfs.erofs", "mkfs.ext4", "musl-gcc"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
     folder = tmp_path_factory.mktemp("guest")
     done = subprocess.run(
-        command(kernel, folder), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        command(guest_kernel, folder), stdin=subprocess.DEVNULL, capture_output=True, text=True,
         errors="replace", timeout=100, check=False,
     )  # fmt: skip
     lines = [line.partition(": ") for line in done.stdout.splitlines()]
