@@ -1,11 +1,10 @@
-"""The kernel of microVM guests: where it is installed, and the command line it is booted with.
+"""The command line that the kernel of microVM guests is booted with.
 
-`scripts/build-guest` makes it from packaging/guest.config. What can be said there is not said here.
+`scripts/build-guest` makes the kernel, of packaging/guest.config. What can be said there is not said
+here.
 """
 
 from __future__ import annotations
-
-KERNEL = "guest/kernel"  # below the state directory
 
 # The caller adds `tsc_early_khz=<the host's>` in front where the guest reads the host's TSC, as
 # under TCG: measured against the emulated timer of a busy host, the frequency comes out wrong.
