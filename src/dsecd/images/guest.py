@@ -1,13 +1,11 @@
 """The command line that the kernel of microVM guests is booted with.
 
-`scripts/build-guest` makes the kernel, of packaging/guest.config. What can be said there is not said
-here.
+`scripts/build-guest` makes the kernel, of packaging/guest.config; what can be said there is not
+said here.
 """
 
 from __future__ import annotations
 
-# The caller adds `tsc_early_khz=<the host's>` in front where the guest reads the host's TSC, as
-# under TCG: measured against the emulated timer of a busy host, the frequency comes out wrong.
 COMMAND_LINE = " ".join(
     (
         "console=ttyS0",  # nothing is lost where there is none
