@@ -59,7 +59,7 @@ EIGHT_MIB = 8 << 20
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
+def begun(guest_kernel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
     async def begin(guest: Guest) -> None:
         async with guest.connected() as client:
             await client.call("vm.begin", guest.begin_args(network=NETWORK))
@@ -76,7 +76,7 @@ async def client(begun: Guest) -> AsyncIterator[WireClient]:
 
 
 @pytest.fixture(params=[False, True], ids=["blk", "pmem"])
-def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
+def fresh(guest_kernel: Path, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
     with running(tmp_path, dax=request.param) as guest:
         yield guest
 
