@@ -35,6 +35,8 @@ void tar_pad(uint64_t size); /* to the end of the block in which `size` bytes en
 bool tar_put_content(int fd, uint64_t left);
 void tar_octal(char *field, int width, uint64_t value);
 void tar_put_header(struct tar_header *h);
+/* The records that hold for the entry after them. */
+void tar_put_pax(const char *records, size_t n);
 /* One record of a pax header, written to `out`; its size. */
 size_t tar_record(char *out, const char *key, const char *value, size_t n);
 size_t tar_record_number(char *out, const char *key, uint64_t value);

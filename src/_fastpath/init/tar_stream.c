@@ -149,3 +149,17 @@ uint64_t tar_end(void)
     flush();
     return sent;
 }
+
+void tar_put_pax(const char *records, size_t n)
+{
+    struct tar_header x = { .type = 'x' };
+    strcpy(x.name, "././@PaxHeader");
+    tar_octal(x.mode, 8, 0644);
+    tar_octal(x.uid, 8, 0);
+    tar_octal(x.gid, 8, 0);
+    tar_octal(x.size, 12, n);
+    tar_octal(x.mtime, 12, 0);
+    tar_put_header(&x);
+    tar_put(records, n);
+    tar_pad(n);
+}

@@ -31,18 +31,8 @@ static void put_entry(const char *name, const struct stat *st, char type, const 
         pax_n += tar_record_number(pax + pax_n, "uid", st->st_uid);
     if (st->st_gid >> 21)
         pax_n += tar_record_number(pax + pax_n, "gid", st->st_gid);
-    if (pax_n) {
-        struct tar_header x = { .type = 'x' };
-        strcpy(x.name, "././@PaxHeader");
-        tar_octal(x.mode, 8, 0644);
-        tar_octal(x.uid, 8, 0);
-        tar_octal(x.gid, 8, 0);
-        tar_octal(x.size, 12, pax_n);
-        tar_octal(x.mtime, 12, 0);
-        tar_put_header(&x);
-        tar_put(pax, pax_n);
-        tar_pad(pax_n);
-    }
+    if (pax_n)
+        tar_put_pax(pax, pax_n);
     memcpy(h.name, name, name_n < sizeof h.name ? name_n : sizeof h.name);
     memcpy(h.link, link ? link : "", link_n < sizeof h.link ? link_n : sizeof h.link);
     tar_octal(h.mode, 8, st->st_mode & 07777);

@@ -154,7 +154,7 @@ static void add_time(const char *name, const struct timespec *time)
 /* Write the header of an entry of `size` bytes, after a pax header of what ustar cannot hold. */
 static void put_entry(const char *name, const struct stat *st, char type, const char *link, uint64_t size)
 {
-    struct tar_header h = { .type = type }, x = { .type = 'x' };
+    struct tar_header h = { .type = type };
     size_t name_n = strlen(name), link_n = link ? strlen(link) : 0;
     bool device = type == '3' || type == '4';
     if (name_n > sizeof h.name)
@@ -170,15 +170,7 @@ static void put_entry(const char *name, const struct stat *st, char type, const 
     add_time(name, &st->st_mtim);
     if (!S_ISDIR(st->st_mode) && st->st_nlink > 1)
         add_number(name, "DSEC.nlink", st->st_nlink);
-    strcpy(x.name, "././@PaxHeader");
-    tar_octal(x.mode, 8, 0644);
-    tar_octal(x.uid, 8, 0);
-    tar_octal(x.gid, 8, 0);
-    tar_octal(x.size, 12, pax_n);
-    tar_octal(x.mtime, 12, 0);
-    tar_put_header(&x);
-    tar_put(pax, pax_n);
-    tar_pad(pax_n);
+    tar_put_pax(pax, pax_n);
     pax_n = 0;
     memcpy(h.name, name, name_n < sizeof h.name ? name_n : sizeof h.name);
     memcpy(h.link, link ? link : "", link_n < sizeof h.link ? link_n : sizeof h.link);
