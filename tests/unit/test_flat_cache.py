@@ -51,6 +51,7 @@ class Slow:
         self.begun = threading.Event()
         self.may = threading.Event()
         self.stopped = 0
+        self.was_stopped = threading.Event()
         self._real: Flatten = flat.flatten
         monkeypatch.setattr(flat, "flatten", self)
 
@@ -63,10 +64,14 @@ class Slow:
             return self._real(local, to, stop)
         except flat.Stopped:
             self.stopped += 1
+            self.was_stopped.set()
             raise
 
     async def until_begun(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, 10)
+
+    async def until_stopped(self) -> None:
+        assert await asyncio.to_thread(self.was_stopped.wait, 10)
 
 
 async def test_a_layer_is_made_once_for_all_who_ask(
@@ -110,6 +115,7 @@ async def test_the_copy_ends_when_nobody_waits(
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     again = asyncio.create_task(flats.provide(layers[0]))  # while the first one still ends
+    await slow.until_stopped()
     slow.may.set()
     await again
     await flats.close()
