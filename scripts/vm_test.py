@@ -1,6 +1,7 @@
 """What scripts/vm-test runs: boot a guest, run one command in it, end with its exit status.
 
-Debian's kernel package is fetched once and unpacked into a cache; nothing is installed. The RAM
+Debian's kernel package is fetched once and unpacked into a cache; nothing is installed. Tests of
+core scheduling have a guest of their own, with the kernel of microVMs and SMT siblings. The RAM
 disk is made here: busybox, the few modules that reach the root, a script. The host's / is shared by
 9p; what the guest changes is gone with it. /tmp, /var/tmp and /var/lib/dsec are on a disk of its
 own, for EROFS images must lie on a disk file system. The disk starts with a Debian layer, which the
@@ -22,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dsecd.host.probe import REQUIRED
@@ -32,8 +34,10 @@ from dsecd.images import cpio
 PROVIDED = (
     *REQUIRED, "nftables", "veth", "bpf_cgroup", "bpf_fs", "bpf_lsm", "apparmor", "landlock",
 )  # fmt: skip
+SMT_PROVIDED = (*REQUIRED, "core_scheduling")
 META_PACKAGE = "linux-image-6.12-amd64"
 CACHE = Path("/var/cache/dsec-vm")
+GUEST_KERNEL = "/var/cache/dsec-guest/kernel-for-tests"  # where scripts/test has it built
 CHECKOUT = Path(__file__).parents[1]
 LAYERS = "/var/tmp/dsec-tests"  # in the guest: DSEC_TEST_CACHE
 MODULES = ("9p", "9pnet_virtio", "overlay", "virtio_blk", "crc32c_generic", "ext4", "virtio_rng")
@@ -44,8 +48,11 @@ COMMAND_LINE = (
 )
 # Without cx16 off, kernels from 6.12 on now and then fail to boot under TCG.
 # One CPU: with several, one may run code that another has just replaced. The kernel does that when
-# a BPF program is attached, and then dies of a breakpoint that it has taken back.
-CPU = "max,-cx16"
+# a BPF program is attached, and then dies of a breakpoint that it has taken back. That of microVMs
+# replaces none.
+CPU = ["-cpu", "max,-cx16", "-smp", "1"]
+# SMT siblings are seen with an Intel model only; TCG lacks some of it, which `check` would tell
+SMT_CPU = ["-cpu", "Skylake-Client-v1,-cx16,check=off", "-smp", "4,sockets=1,cores=2,threads=2"]
 EXIT = "vm-test: exit "
 START = r"""#!/bin/busybox sh
 b=/bin/busybox
@@ -67,7 +74,7 @@ $b mkdir -p /new/dev/pts /new/dev/shm
 $b mount -t devpts devpts /new/dev/pts
 $b mount -t tmpfs tmpfs /new/dev/shm
 $b mount -t tmpfs tmpfs /new/run
-$b mount -t 9p -o $share modules /new/lib/modules
+[ ! -e /proc/modules ] || $b mount -t 9p -o $share modules /new/lib/modules
 $b mount -t cgroup2 cgroup2 /new/sys/fs/cgroup
 $b mount -t bpf bpf /new/sys/fs/bpf
 $b mount -t securityfs securityfs /new/sys/kernel/security
@@ -89,7 +96,7 @@ for place in /tmp /var/tmp /var/lib/dsec; do
 done
 mkdir -p {checkout}
 mount --bind /run/checkout {checkout}
-modprobe -a erofs loop btrfs zram
+[ ! -e /proc/modules ] || modprobe -a erofs loop btrfs zram
 cd {checkout}
 ( {command} )
 echo "{exit}$?"
@@ -102,16 +109,26 @@ class Failed(Exception):
     """The guest cannot be made or did not answer; the message says why."""
 
 
+@dataclass(frozen=True)
 class Kernel:
-    """An unpacked kernel package."""
+    """What a guest boots, and on which CPUs; without `modules` all of it is built in."""
 
-    def __init__(self, tree: Path) -> None:
-        self.modules = tree / "lib/modules"
-        self.release = next(self.modules.iterdir()).name
-        self.image = tree / f"boot/vmlinuz-{self.release}"
+    release: str
+    image: Path
+    modules: Path | None
+    cpu: list[str]
+
+    @classmethod
+    def unpacked(cls, tree: Path) -> Kernel:
+        """Return that of a package."""
+        modules = tree / "lib/modules"
+        release = next(modules.iterdir()).name
+        return cls(release, tree / f"boot/vmlinuz-{release}", modules, CPU)
 
     def loading_order(self, names: Sequence[str]) -> list[Path]:
         """Return the files of `names` and of what they need, each after what it needs."""
+        if self.modules is None:
+            return []
         folder = self.modules / self.release
         needs: dict[str, list[str]] = {}
         for line in (folder / "modules.dep").read_text().splitlines():
@@ -140,7 +157,15 @@ def fetch_kernel() -> Kernel:
             _output("depmod", "-b", f"{scratch}/tree", names[0].removeprefix("linux-image-"))
             with contextlib.suppress(OSError):  # another run was faster
                 (Path(scratch) / "tree").rename(tree)
-    return Kernel(tree)
+    return Kernel.unpacked(tree)
+
+
+def microvm_kernel() -> Kernel:
+    """Return that of microVMs, which schedules by cores; Debian's are built without."""
+    image = Path(os.environ.get("DSEC_GUEST_KERNEL", GUEST_KERNEL))
+    if not image.is_file():
+        raise Failed(f"no {image}: scripts/build-guest --output {image} makes it")
+    return Kernel(str(image), image, None, SMT_CPU)
 
 
 def _output(*command: str, cwd: str | None = None) -> str:
@@ -172,12 +197,15 @@ def qemu(kernel: Kernel, scratch: Path, memory_mb: int) -> list[str]:
     """Return the command; files of the guest are in `scratch`."""
     argv = ["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-machine", "q35"]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-    argv += ["-cpu", CPU, "-smp", "1", "-m", str(memory_mb)]
+    argv += [*kernel.cpu, "-m", str(memory_mb)]
     argv += ["-kernel", str(kernel.image), "-initrd", str(scratch / "initrd")]
     argv += ["-append", COMMAND_LINE, "-serial", f"file:{scratch / 'console'}"]
     argv += ["-device", "virtio-serial-pci", "-chardev", "stdio,id=out"]
     argv += ["-device", "virtconsole,chardev=out", "-device", "virtio-rng-pci"]
-    for tag, path in (("host", "/"), ("modules", str(kernel.modules))):
+    shares = {"host": "/"}
+    if kernel.modules is not None:
+        shares["modules"] = str(kernel.modules)
+    for tag, path in shares.items():
         shared = f"local,id={tag},path={path},security_model=none,readonly=on,multidevs=remap"
         argv += ["-fsdev", shared, "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
     drive = f"file={scratch / 'disk'},if=none,id=disk,format=raw,cache=unsafe"
@@ -199,9 +227,8 @@ def prepared(kernel: Kernel, command: str) -> Iterator[Path]:
         yield scratch
 
 
-def run(command: str, memory_mb: int, timeout_s: float) -> int:
+def run(kernel: Kernel, command: str, memory_mb: int, timeout_s: float) -> int:
     """Run `command` in a guest; return its exit status. Raises `Failed`."""
-    kernel = fetch_kernel()
     print(f"vm-test: booting {kernel.release}", flush=True)
     with prepared(kernel, command) as scratch:
         guest = subprocess.Popen(
@@ -235,16 +262,36 @@ def _follow(guest: subprocess.Popen[str]) -> int | None:
     return None
 
 
-def _marked() -> list[str]:
-    """Return the files with tests for the guest: collecting all of them there takes minutes."""
-    files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
-    marked = [file for file in files if re.search(r"mark\.vm\b", file.read_text())]
-    return [str(file.relative_to(CHECKOUT)) for file in marked]
+@dataclass(frozen=True)
+class Suite:
+    """Tests with a mark, what their guest boots, and which features it must have."""
+
+    mark: str
+    kernel: Callable[[], Kernel]
+    provided: tuple[str, ...]
+
+    def files(self) -> list[str]:
+        """Return those with such tests: collecting all of them in a guest takes minutes."""
+        files = sorted((CHECKOUT / "tests").rglob("test_*.py"))
+        marked = [file for file in files if re.search(rf"mark\.{self.mark}\b", file.read_text())]
+        return [str(file.relative_to(CHECKOUT)) for file in marked]
+
+    def command(self, arguments: Sequence[str]) -> str:
+        """Return what runs them; a later -m takes the place of the mark."""
+        tests = ["-m", self.mark, "-p", "no:cacheprovider", "-o", "timeout=600", *arguments]
+        environment = f"DSEC_MUST_RUN={','.join(self.provided)} DSEC_TEST_GUEST=1"
+        environment += " DSEC_TEST_PATIENCE=15"
+        return f"{environment} .venv/bin/python -m pytest {shlex.join(tests)}"
+
+
+DEBIAN = Suite("vm", fetch_kernel, PROVIDED)
+SMT = Suite("smt", microvm_kernel, SMT_PROVIDED)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="vm-test")
     parser.add_argument("--run", metavar="COMMAND")
+    parser.add_argument("--smt", action="store_true")
     parser.add_argument("--memory-mb", type=int, default=4096)
     parser.add_argument("--timeout-s", type=float, default=4500.0)
     options, rest = parser.parse_known_args()
@@ -253,19 +300,20 @@ def main() -> int:
     if shutil.which("qemu-system-x86_64") is None:
         parser.error("qemu-system-x86 is missing")
     command = options.run
-    if command is None:
-        tests = ["-m", "vm", "-p", "no:cacheprovider", "-o", "timeout=600", *rest]
-        if not any(word.startswith("tests") for word in rest):
-            tests += _marked()
-        command = f"DSEC_MUST_RUN={','.join(PROVIDED)} DSEC_TEST_GUEST=1 DSEC_TEST_PATIENCE=15 "
-        command += f".venv/bin/python -m pytest {shlex.join(tests)}"
+    named = any(word.startswith("tests") for word in rest)
+    suites = [SMT] if options.smt else [DEBIAN] if options.run or named else [DEBIAN, SMT]
     # ended from outside, it takes the guest and its files along
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    worst = 0
     try:
-        return run(command, options.memory_mb, options.timeout_s)
+        for suite in suites:
+            command = options.run or suite.command(rest if named else [*rest, *suite.files()])
+            status = run(suite.kernel(), command, options.memory_mb, options.timeout_s)
+            worst = max(worst, status)
     except Failed as error:
         print(f"vm-test: {error}", file=sys.stderr)
         return 1
+    return worst
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Core scheduling: the threads of one core run only tasks that have the same cookie.
 
-Needs SMT and a kernel with CONFIG_SCHED_CORE, which Debian's are built without: there is no guest
-for these. What the product calls is checked with prctl(2) itself (core-scheduling.rst of the
-kernel's documentation).
+Needs SMT and a kernel with CONFIG_SCHED_CORE, which Debian's are built without. That of microVMs
+has it: scripts/vm-test --smt runs these in a guest with two cores of two threads. What the product
+calls is checked with prctl(2) itself (core-scheduling.rst of the kernel's documentation).
 """
 
 from __future__ import annotations
@@ -13,16 +13,23 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
 
 from dsecd import fastpath
+from dsecd.backends import container_cpu
+from dsecd.backends.container_holding import Holding
+from dsecd.backends.container_host import ContainerHost
+from dsecd.host.cgroup import SandboxCgroup
 
-pytestmark = [pytest.mark.root, pytest.mark.needs("core_scheduling")]
+pytestmark = [pytest.mark.root, pytest.mark.smt, pytest.mark.needs("core_scheduling")]
 PR_SCHED_CORE, GET, ONE_THREAD = 62, 0, 0
 SIBLINGS = Path("/sys/devices/system/cpu/cpu0/topology/thread_siblings_list")
 WATCHED_S = 3.0
@@ -94,6 +101,35 @@ def test_a_new_cookie_takes_the_place_of_the_old_one() -> None:
         assert 0 != cookie(one.pid) != before
 
 
+def cookies(pid: int) -> list[int]:
+    """Return those of all threads of a process."""
+    return [cookie(int(thread.name)) for thread in Path(f"/proc/{pid}/task").iterdir()]
+
+
+def test_a_class_is_of_every_thread_of_a_sandbox() -> None:
+    """The CPUs of a microVM are threads of its monitor, a command that dsec-init has started."""
+    threads = (
+        "import threading, time\n"
+        "for _ in range(3): threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        'print("started", flush=True)'
+    )
+    with process() as init, process(f"exec {sys.executable} -ISc '{threads}'") as monitor:
+        assert monitor.stdout is not None
+        assert monitor.stdout.readline() == b"started\n"
+        pids = (init.pid, monitor.pid)
+        driver = SimpleNamespace(pids=lambda group: pids, set_cpu_class=lambda *wanted: ())
+        host = cast("ContainerHost", SimpleNamespace(driver=driver))
+        holding = Holding("s0-n0-1-1")
+        holding.pid, holding.cgroup = init.pid, SandboxCgroup(holding.sandbox, "")
+        assert container_cpu.set_class(host, holding, "latency_sensitive") == ()
+        own = cookie(init.pid)
+        assert own != 0
+        assert cookies(monitor.pid) == [own] * 4
+        assert cookie(child_of(init)) == own
+        assert container_cpu.set_class(host, holding, "best_effort") == ()
+        assert {*cookies(init.pid), *cookies(monitor.pid)} == {0}
+
+
 def cpus_used(processes: Sequence[Process]) -> float:
     """Return how many CPUs they use together, by the kernel's own account."""
 
@@ -120,5 +156,6 @@ def test_threads_of_a_core_never_run_two_cookies_at_once() -> None:
         for one in busy[1:]:
             fastpath.share_sched_cookie(busy[0].pid, one.pid)
         together = cpus_used(busy)
+    print(f"CPUs: {without:.2f} without, {apart:.2f} with two cookies, {together:.2f} with one")
     assert apart < 1.3, (without, apart, together)
     assert min(without, together) > 1.6, (without, apart, together)

@@ -17,7 +17,8 @@ import pytest_asyncio
 from libdsec import DSecClient, Sandbox
 from libdsec.errors import NotFound
 from tests.system.daemon import Daemon
-from tests.system.vm_lab import MEMORY_MB, boot, vm_daemon
+from tests.system.test_pause import cpu_group
+from tests.system.vm_lab import MEMORY_MB, boot, monitor_of, vm_daemon
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MIB = 1 << 20
@@ -86,6 +87,17 @@ async def test_its_limits_are_those_of_the_machine(guest: Guest) -> None:
     assert found.disk_limit_bytes == DISK_MB * MIB
     assert found.cpu_limit == VCPUS
     assert found.memory_bytes > 16 * MIB
+
+
+async def test_its_class_is_that_of_every_thread_of_the_monitor(guest: Guest) -> None:
+    monitor = monitor_of(guest.host, guest.box.id)
+    threads = [int(entry.name) for entry in Path(f"/proc/{monitor}/task").iterdir()]
+    assert len(threads) > VCPUS
+    for cpu_class, idle in (("best_effort", "1"), ("standard", "0")):
+        await guest.box.set_cpu_class(cpu_class)  # type: ignore[arg-type]
+        # the command's group is below that of the sandbox, where cgroup v2 has the controller
+        groups = {group for each in threads for group in (cpu_group(each), cpu_group(each).parent)}
+        assert idle in {(group / "cpu.idle").read_text().strip() for group in groups}
 
 
 async def test_its_clock_is_the_hosts(box: Sandbox) -> None:

@@ -263,6 +263,13 @@ async def test_a_pause_that_fails_leaves_the_guest_running(bed: Bed) -> None:
     assert bed.vmm.machine.did == ["boot", "stop", "cont"]
 
 
+async def test_a_class_is_of_the_jail_with_the_monitor(bed: Bed) -> None:
+    handle = await bed.create(spec())
+    notes = await bed.backend.set_cpu_class(handle, "latency_sensitive")
+    assert bed.jail.sandboxes[ID].cpu_class == "latency_sensitive"
+    assert notes == ("fake: no CPU is shared",)
+
+
 async def test_the_next_daemon_takes_a_machine_up_again(bed: Bed) -> None:
     handle = await bed.create(spec())
     await bed.backend.close()
