@@ -54,6 +54,7 @@ def call(code: str, **more: object) -> DSecFnCallArgs:
     return DSecFnCallArgs(container_image=SMALL, code=code, **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.vm
 async def test_value_output_and_files(client: DSecClient) -> None:
     code = (
         "import json, os, sys\n"
@@ -152,6 +153,7 @@ async def test_the_c_library_knows_the_number_of_the_calls_thread(client: DSecCl
     assert (await client.run_fncall(call(code))).value == [2, 2]
 
 
+@pytest.mark.vm
 async def test_memory_limit_is_reported_and_the_pool_goes_on(client: DSecClient) -> None:
     args = call("def main(): return len(bytearray(900 << 20))", memory_limit_mb=128)
     done = await client.run_fncall(args)
@@ -290,6 +292,7 @@ async def test_no_call_goes_to_a_worker_that_broke_while_it_waited(
     assert len(await workers(running)) == 2
 
 
+@pytest.mark.vm
 async def test_workers_end_with_the_daemon(client: DSecClient, running: Daemon) -> None:
     before = keepers()
     assert (await client.run_fncall(call("def main(): return 1"))).ok
