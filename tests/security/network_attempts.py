@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import sys
 
+import network_frames  # type: ignore[import-not-found]  # noqa: F401 - registers
 import network_packets  # type: ignore[import-not-found]  # noqa: F401 - registers
 from network_detours import *  # type: ignore[import-not-found]
 
 
 def main(chosen: list[str]) -> None:
     ask("good.example")
+    ask("good.example", 28)
     found = {}
-    for number, (name, work) in enumerate(ATTEMPTS.items()):
+    for number, (name, work) in enumerate(sorted(ATTEMPTS.items())):
         if chosen and name not in chosen:
             continue
         v4, v6 = f"203.0.113.{100 + number}", f"2600:db8::{100 + number:x}"

@@ -20,17 +20,17 @@ def connect_by_io_uring(v4: str, v6: str) -> object:
 
 @attempt
 def a_network_namespace_of_its_own(v4: str, v6: str) -> object:
-    return call("unshare", NEWNET)
+    return apart(lambda: call("unshare", NEWNET))
 
 
 @attempt
 def a_user_and_network_namespace(v4: str, v6: str) -> object:
-    return call("unshare", NEWUSER | NEWNET)
+    return apart(lambda: call("unshare", NEWUSER | NEWNET))
 
 
 @attempt
 def the_namespace_of_init(v4: str, v6: str) -> object:
-    return call("setns", os.open("/proc/1/ns/net", os.O_RDONLY), NEWNET)
+    return apart(lambda: call("setns", os.open("/proc/1/ns/net", os.O_RDONLY), NEWNET))
 
 
 @attempt

@@ -338,6 +338,8 @@ class Plane:
             route = Netlink()  # belongs to the namespace it was opened in, wherever it is used
         try:
             self._demand(route, messages)
+            if tap_owner is not None:
+                network_veth.finish_checksums(route.fileno(), network_veth.INSIDE)
         finally:
             route.close()
 

@@ -51,7 +51,7 @@ IFLA_INFO_KIND, IFLA_INFO_DATA, VETH_INFO_PEER = 1, 2, 1
 IFLA_INET6_ADDR_GEN_MODE, IN6_ADDR_GEN_MODE_NONE = 8, 1
 IFF_UP, IFF_NOARP = 0x1, 0x80
 NUD_PERMANENT = 0x80
-SIOCETHTOOL, ETHTOOL_GLINK = 0x8946, 0xA
+SIOCETHTOOL, ETHTOOL_GLINK, ETHTOOL_STXCSUM = 0x8946, 0xA, 0x17
 RT_TABLE_MAIN, RTPROT_STATIC, RTN_UNICAST, RTNH_F_ONLINK = 254, 4, 1, 4
 RT_TABLE_LOCAL, RTN_LOCAL = 255, 2
 RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
@@ -192,11 +192,26 @@ def settle_carrier(control: int, name: str) -> None:
     first connection takes a second longer. Asking for the link's state does the work now
     (ethtool_op_get_link, linkwatch_sync_dev). Raises OSError.
     """
-    value = array.array("I", [ETHTOOL_GLINK, 0])
+    if not _ethtool(control, name, ETHTOOL_GLINK):
+        raise OSError(errno.ENETDOWN, f"{name} has no carrier")
+
+
+def finish_checksums(control: int, name: str) -> None:
+    """Have packets leave interface `name` with their checksums; `control` as above.
+
+    A guest may leave a checksum to the host and say where in the packet it belongs, to the byte
+    (virtio_net_hdr: csum_start, csum_offset). A veth hands that on, and a network card would write
+    over the port or address that the program on the host's end has judged. Raises OSError.
+    """
+    _ethtool(control, name, ETHTOOL_STXCSUM, 0)
+
+
+def _ethtool(control: int, name: str, command: int, data: int = 0) -> int:
+    """Make a request of one value (struct ethtool_value); return that."""
+    value = array.array("I", [command, data])
     request = struct.pack("16sP", name.encode(), value.buffer_info()[0])
     fcntl.ioctl(control, SIOCETHTOOL, request)
-    if not value[1]:
-        raise OSError(errno.ENETDOWN, f"{name} has no carrier")
+    return value[1]
 
 
 def regroup(index: int, group: int) -> Message:
