@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -387,6 +388,25 @@ async def test_what_a_host_left_behind_does_no_harm(begun: Guest, left: str) -> 
     await asyncio.sleep(PAUSE_S)
     async with begun.connected() as client:
         assert (await shell(client, "echo clean")).stdout == b"clean\n"
+
+
+async def test_a_pack_that_was_cut_off_is_over(begun: Guest) -> None:
+    """Nothing stays frozen, and the next one begins at the beginning."""
+    first = await begun.connect()
+    text = "head -c 8000000 /dev/urandom >/root/packed; md5sum /root/packed"
+    made = (await shell(first, text)).stdout
+    pack = first.open("vm.pack", {})
+    assert await anext(pack.stream())
+    await refused(first, WrongState, "vm.pack", {})
+    await leave(first)
+    async with begun.connected() as client:
+        assert (await shell(client, "md5sum /root/packed")).stdout == made
+        raw = await receive(client.open("vm.pack", {}))
+        with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
+            packed = tar.extractfile("./root/packed")
+            assert packed is not None
+            assert hashlib.md5(packed.read()).hexdigest() == made.decode().split()[0]
+        await client.call("files.remove", {"path": b"/root/packed"})
 
 
 async def test_nothing_is_done_while_no_host_is_there(begun: Guest) -> None:
