@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -24,12 +23,10 @@ from tests.system.daemon import Daemon
 from tests.system.network_lab import datagrams, in_namespace
 from tests.system.world_lab import World, housed, world
 
-KERNEL = Path(os.environ.get("DSEC_GUEST_KERNEL", "/var/lib/dsec/guest/kernel"))
 pytestmark = [
     pytest.mark.root,
     pytest.mark.needs("bpf_cgroup", "bpf_fs", "veth", "nftables"),
     pytest.mark.asyncio,
-    pytest.mark.skipif(not KERNEL.exists(), reason="no guest kernel: scripts/build-guest"),
 ]
 GOOD, GOOD6, OTHER, OTHER6 = "203.0.113.10", "2600:db8::10", "203.0.113.99", "2600:db8::99"
 ONLY_GOOD: dict[str, Any] = {
@@ -94,8 +91,8 @@ def heard(internet: World) -> Iterator[socket.socket]:
 
 
 @pytest_asyncio.fixture
-async def host(internet: World) -> AsyncIterator[Daemon]:
-    async with housed(internet, vm={"enabled": "yes", "kernel": str(KERNEL)}) as made:
+async def host(internet: World, guest_kernel: Path) -> AsyncIterator[Daemon]:
+    async with housed(internet, vm={"enabled": "yes", "kernel": str(guest_kernel)}) as made:
         yield made
 
 
