@@ -95,7 +95,7 @@ class MicroVMBackend:
         able = self._jail.capabilities
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
-            checkpoints=True, pause=True, shell=True, trim=able.trim,
+            checkpoints=True, pause=True, pause_frees=True, shell=True, trim=able.trim,
             network=able.network,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2, files_ruled=able.files_ruled,

@@ -141,10 +141,14 @@ class GuestMachine:
         for op in ("exec.kill", "exec.wait", "exec.forget"):
             with contextlib.suppress(NotFound, WrongState):
                 await call(self._jail, op, pack({"cid": VMM}))
-        if gone is not None:
-            await gone
-        else:
+        if gone is None:
             self._loading = False
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await gone  # all that the guest had said has been heard
+        except TimeoutError as error:
+            raise Internal("the monitor ended, and its socket is open still") from error
 
     async def _run(self, launch: Launch) -> None:
         wanted = ExecArgs(
