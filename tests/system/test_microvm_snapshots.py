@@ -1,4 +1,4 @@
-"""MicroVMs saved with their memory: checkpoint, rollback, branches, pause; whoever dies meanwhile."""
+"""MicroVMs saved with their memory: checkpoint, rollback, branch, pause; whoever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from libdsec import DSecClient, Sandbox
-from libdsec.errors import DSecError, InvalidArgument, NotFound, Unavailable
+from libdsec.errors import DSecError, NotFound, Unavailable
 from tests.system.daemon import Daemon, until
 from tests.system.vm_lab import boot, monitor_of, vm_daemon
 
@@ -27,9 +27,9 @@ IDENTITY = (
     "hostname; cat /etc/machine-id; grep -o '[^ \t]*$' /etc/hosts | tail -1;"
     "cat /proc/sys/kernel/random/uuid; ip -4 -o addr show eth0 | awk '{print $4}'"
 )
-# a shell variable and a file without a name: nothing of it is on a disk
+# counts in a variable of a shell: no disk has it
 PROCESS = (
-    "exec 3<>/dev/shm/n; rm /dev/shm/n; n=0;"
+    "echo $(sh -c 'echo $PPID') > /dev/shm/pid; n=0;"
     "while sleep 0.3; do n=$((n+1)); echo $n > /dev/shm/count; done"
 )
 
@@ -54,7 +54,7 @@ async def client(host: Daemon) -> AsyncIterator[DSecClient]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def box(client: DSecClient) -> AsyncIterator[Sandbox]:
     async with await boot(client, network="nat", data_disk_mb=16) as made:
-        await said(made, f"touch /dev/shm/n; ({PROCESS}) > /dev/null 2>&1 &")
+        await said(made, f"echo 0 > /dev/shm/count; ({PROCESS}) > /dev/null 2>&1 &")
         yield made
 
 
@@ -65,10 +65,7 @@ def saved(host: Daemon) -> list[str]:
 def private_bytes(pid: int) -> int:
     """Return the memory that only this process has."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    sizes = {
-        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
-    }
-    return (sizes["Private_Clean"] + sizes["Private_Dirty"]) << 10
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) << 10
 
 
 async def said(box: Sandbox, command: str) -> str:
@@ -97,10 +94,8 @@ async def test_a_rollback_brings_back_files_disks_and_processes(host: Daemon, bo
     assert point.method == "memory"
     assert 0 < point.frozen_ms < point.took_ms
     await counts(box)
-    pid = await said(
-        box, "echo after > /etc/mine; echo after | dd of=/dev/vdb; pidof sleep | wc -w"
-    )
-    await said(box, "touch /etc/new; hostname other; kill $(pidof sleep)")
+    await said(box, "echo after > /etc/mine; echo after | dd of=/dev/vdb; touch /etc/new")
+    await said(box, "hostname other; kill -9 $(cat /dev/shm/pid)")
     at = await count(box)
     following = asyncio.ensure_future(box.run("sleep", "1000"))
     await asyncio.sleep(0.5)
@@ -112,7 +107,6 @@ async def test_a_rollback_brings_back_files_disks_and_processes(host: Daemon, bo
         "before\nbefore1"
     )
     assert await said(box, "hostname") != "other"
-    assert pid == "1"
     assert await count(box) <= at + 5
     await counts(box)
     assert abs(int(await said(box, "date +%s")) - time.time()) < 5
@@ -158,8 +152,6 @@ async def test_branches_are_machines_of_their_own_on_one_memory(
     await said(first, "echo changed > /dev/shm/old")
     await first.rollback(own)
     assert await said(first, "cat /dev/shm/old") == first.id
-    with pytest.raises(InvalidArgument, match="memory_limit_mb"):
-        await boot(client, from_checkpoint=f"{first.id}/{own.id}", memory_limit_mb=128)
     await first.stop()
     assert len(saved(host)) == 1
     await second.stop()
@@ -170,17 +162,17 @@ async def test_a_pause_frees_the_memory_and_the_next_call_finds_all_as_it_was(
     host: Daemon, box: Sandbox
 ) -> None:
     await counts(box)
+    await said(box, "echo kept > /dev/shm/mine")
     open_call = asyncio.ensure_future(box.run_shell("sleep 2; echo done"))
     await asyncio.sleep(0.5)
     paused = await box.pause()
-    assert paused.memory_before_bytes > 16 * MIB
-    assert paused.memory_bytes < 8 * MIB
+    assert paused.memory_before_bytes - paused.memory_bytes > 48 * MIB
     assert paused.notes == []
     with pytest.raises(AssertionError, match="no monitor"):
         monitor_of(host, box.id)
     assert len(saved(host)) == 1
     before = time.perf_counter()
-    assert await said(box, "cat /etc/mine") == "origin"
+    assert await said(box, "cat /dev/shm/mine") == "kept"
     print(f"first answer after {time.perf_counter() - before:.2f} s")
     assert (await open_call).stdout == "done\n"
     await counts(box)
@@ -203,16 +195,15 @@ async def killed_when(host: Daemon, true: Callable[[], bool], work: Awaitable[ob
     while not true() and not task.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     host.kill()
-    with contextlib.suppress(DSecError):
-        await asyncio.wait_for(task, 5) if task.done() else task.cancel()
+    task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await host.start()
 
 
 async def test_kill_9_at_any_step_loses_nothing(host: Daemon, client: DSecClient) -> None:
     box = await boot(client)
-    await said(box, "touch /dev/shm/n; echo one > /etc/mine; sync")
-    await said(box, f"({PROCESS}) > /dev/null 2>&1 &")
+    await said(box, "echo one > /etc/mine; sync")
+    await said(box, f"echo 0 > /dev/shm/count; ({PROCESS}) > /dev/null 2>&1 &")
     await counts(box)
 
     def gone() -> bool:

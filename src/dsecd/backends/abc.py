@@ -333,9 +333,9 @@ class Backend(Protocol):
         """
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
-        """Remember the present files, or all of a machine. `save` journals the handle as it is then, more than once.
+        """Remember the present files, or all of a machine.
 
-        Raises `Exhausted`, `Internal`.
+        `save` journals the handle as it is then, more than once. Raises `Exhausted`, `Internal`.
         """
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:

@@ -1,9 +1,10 @@
 """Pause and resume.
 
 A paused sandbox stands still and its memory is paged out, unless its backend saves it elsewhere.
-Whoever calls into it has it resumed: the call is sent at once and waits with its agent, so nothing is queued here. All who ask for that
-meanwhile share one resumption. Both ways are taken under the sandbox's lock, beside checkpoints and
-packs; paging out is not, so that a call that arrives during it does not wait for its end.
+Whoever calls into it has it resumed: the call is sent at once and waits with its agent, so nothing
+is queued here. All who ask for that meanwhile share one resumption. Both ways are taken under the
+sandbox's lock, beside checkpoints and packs; paging out is not, so that a call that arrives during
+it does not wait for its end.
 
 A sandbox that its caller paused has no idle timeout until it is resumed; one that the daemon paused
 for being idle keeps it. Its maximum lifetime runs on in any case.
