@@ -251,8 +251,8 @@ class Sandbox:
     async def rollback(self, checkpoint: str | model.Checkpoint) -> model.Checkpoint:
         """End every process and session, and put the files back as they were at `checkpoint`.
 
-        A microVM is then all that it was, its processes too. Later checkpoints stay. Raises `NotFound`, and `WrongState` while files are transferred or
-        watched.
+        A microVM is then all that it was, its processes too. Later checkpoints stay. Raises
+        `NotFound`, and `WrongState` while files are transferred or watched.
         """
         name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
         args = model.CheckpointRef(id=self.id, checkpoint=name)
@@ -278,8 +278,9 @@ class Sandbox:
         """Return `count` new sandboxes that begin with this one's files, and go their own ways.
 
         From `checkpoint`, or from the present; those of a microVM go on with its processes. They
-        share all that is not changed, and outlive this sandbox. Limits and options are this one's, but for `secrets`, whose values nobody
-        tells: they are given again. Raises the first error, and then leaves none.
+        share all that is not changed, and outlive this sandbox. Limits and options are this one's,
+        but for `secrets`, whose values nobody tells: they are given again. Raises the first error,
+        and then leaves none.
         """
         if checkpoint is None:
             checkpoint = await self.checkpoint()
