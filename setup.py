@@ -25,6 +25,7 @@ NATIVE = "src/_fastpath"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wshadow", "-Wmissing-prototypes", "-Wvla")
 COMMON = ("-std=gnu11", "-D_GNU_SOURCE=", f"-I{NATIVE}")
 STATIC = ("-static", "-fno-pie", "-no-pie")
+SHARED = ("-shared", "-fPIC")
 RELEASE = ("-O2", "-g1", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2")
 # PID 1 of every sandbox starts from one of these: musl's start-up touches a third of the memory of
 # glibc's, and asks the processor nothing (each CPUID costs a virtual machine an exit).
@@ -41,6 +42,7 @@ class Executable(NamedTuple):
     main: str
     folders: tuple[str, ...]
     libraries: tuple[str, ...] = ()  # shared ones; without any it is linked statically
+    preloaded: bool = False  # into a program of the host: a shared object
 
     def sources(self) -> list[str]:
         found = [path for folder in self.folders for path in _files(folder, "*.c")]
@@ -66,6 +68,7 @@ EXECUTABLES = (
         (f"{NATIVE}/wire", f"{NATIVE}/blobd"),
         ("curl", "crypto", "pthread"),
     ),
+    Executable("dsec-ram.so", f"{NATIVE}/vmm/ram.c", (), preloaded=True),
 )
 
 
@@ -113,9 +116,9 @@ class BuildNative(Command):
         for executable in EXECUTABLES:
             if self.only not in (None, executable.name) or not Path(executable.main).exists():
                 continue
-            linked = () if executable.libraries else STATIC
+            linked = SHARED if executable.preloaded else () if executable.libraries else STATIC
             self._build(executable, root / "dsecd/bin", (*RELEASE, *linked))
-            if os.environ.get("DSEC_SANITIZE") == "1":
+            if os.environ.get("DSEC_SANITIZE") == "1" and not executable.preloaded:
                 self._build(executable, root / "dsecd/bin/asan", SANITIZE)
 
     def _build(self, executable: Executable, folder: Path, flags: tuple[str, ...]) -> None:

@@ -111,13 +111,15 @@ class CheckpointRef(_Args):
 class Checkpoint(_Info):
     """op `sandbox.checkpoint` (args `SandboxRef`) → `Checkpoint`; `sandbox.checkpoints` → a list.
 
-    `method`: swap, when nothing lived in the sandbox and no data was copied, or copy.
+    `method`: swap, when nothing lived in the sandbox and no data was copied, or copy; memory, of a
+    microVM, when that and all processes are in it. `frozen_ms`: how long that one stood still.
     """
 
     id: str
     method: str
     created_at: float
     took_ms: float = 0.0
+    frozen_ms: float = 0.0
 
 
 class PackArgs(_Args):

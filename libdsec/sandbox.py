@@ -235,9 +235,10 @@ class Sandbox:
         """Remember the files as they are, to come back to by `rollback` or to `branch` from.
 
         Takes milliseconds when no process lives in the sandbox; else the changes are copied while
-        its processes stand still. Memory of processes is not part of it. A checkpoint lasts as
-        long as the sandbox, or until it is deleted. Raises `Exhausted` when too many lie on one
-        another: `pack_diff` makes a layer of them.
+        its processes stand still. Memory of processes is not part of it, but of a microVM it is,
+        with all else of the machine. A checkpoint lasts as long as the sandbox, or until it is
+        deleted. Raises `Exhausted` when the disk has no room, or too many lie on one another:
+        `pack_diff` makes a layer of them.
         """
         ref = model.SandboxRef(id=self.id)
         return await self._link.call("sandbox.checkpoint", ref, model.Checkpoint)
@@ -250,8 +251,8 @@ class Sandbox:
     async def rollback(self, checkpoint: str | model.Checkpoint) -> model.Checkpoint:
         """End every process and session, and put the files back as they were at `checkpoint`.
 
-        Later checkpoints stay. Raises `NotFound`, and `WrongState` while files are transferred or
-        watched.
+        A microVM is then all that it was, its processes too. Later checkpoints stay. Raises
+        `NotFound`, and `WrongState` while files are transferred or watched.
         """
         name = checkpoint if isinstance(checkpoint, str) else checkpoint.id
         args = model.CheckpointRef(id=self.id, checkpoint=name)
@@ -276,9 +277,10 @@ class Sandbox:
     ) -> Sequence[Sandbox]:
         """Return `count` new sandboxes that begin with this one's files, and go their own ways.
 
-        From `checkpoint`, or from the present. They share all that is not changed, and outlive
-        this sandbox. Limits and options are this one's, but for `secrets`, whose values nobody
-        tells: they are given again. Raises the first error, and then leaves none.
+        From `checkpoint`, or from the present; those of a microVM go on with its processes. They
+        share all that is not changed, and outlive this sandbox. Limits and options are this one's,
+        but for `secrets`, whose values nobody tells: they are given again. Raises the first error,
+        and then leaves none.
         """
         if checkpoint is None:
             checkpoint = await self.checkpoint()

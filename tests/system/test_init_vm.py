@@ -56,6 +56,7 @@ NETWORK = {
     "neighbours": [["169.254.1.1", "02:d5:ec:02:00:01"], ["fe80::1", "02:d5:ec:02:00:01"]],
     "mtu": 1400,
 }
+RENEWED = ("files", "hostname", "time_ns", "entropy", "config")
 EIGHT_MIB = 8 << 20
 
 
@@ -335,6 +336,41 @@ async def test_an_oom_kill_is_told_before_the_result_of_its_command(client: Wire
     watch.cancel()
     assert await watch.answer() is None
     assert await client.call("sys.ping", {}) is None
+
+
+async def test_a_copied_machine_becomes_one_of_its_own(begun: Guest, client: WireClient) -> None:
+    told = begun.begin_args(
+        files=[["etc/machine-id", b"another\n", 0o444]],
+        hostname="another",
+        network={**NETWORK, "addresses": ["10.0.2.77/24", "fd00::7/128"]},
+        time_ns=1_900_000_000 * 10**9,
+        config=msgspec.msgpack.encode({"sandbox": "another", "env": {"WHO": "another"}}),
+    )
+    renewed = {name: told[name] for name in (*RENEWED, "network")}
+    await client.call("exec.start", command("sleep 600", cid="before", background=True))
+    reply = await client.call("vm.renew", renewed)
+    assert list(reply["steps_us"]) == ["time", "entropy", "files", "hostname", "network"]
+    for _ in range(2):  # it may be called again
+        seen = (
+            "hostname; cat /etc/machine-id; echo $WHO; date +%Y; ip address; ip route; ip -6 route"
+        )
+        out = (await shell(client, seen)).stdout.decode()
+        assert out.split()[:4] == ["another", "another", "another", "2030"]
+        assert "inet 10.0.2.77/24" in out
+        assert "inet6 fd00::7/128" in out
+        assert "10.0.2.15" not in out
+        assert "fd00::5" not in out
+        assert out.count("default via 169.254.1.1") == 1
+        assert out.count("default via fe80::1") == 1
+        await client.call("vm.renew", renewed)
+    found = await client.call("exec.list", {})
+    assert "before" in [one["cid"] for one in found if one["running"]], "its processes go on"
+    await client.call("exec.kill", {"cid": "before"})
+    for name in ("hostname", "entropy", "config"):
+        lacking = {field: value for field, value in renewed.items() if field != name}
+        assert name in str(await refused(client, InvalidArgument, "vm.renew", lacking))
+    former = begun.begin_args(network=NETWORK)
+    await client.call("vm.renew", {name: former[name] for name in (*RENEWED, "network")})
 
 
 async def test_a_command_outlives_the_connection(begun: Guest) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from dsecd.backends.fake import FakeCall, FakeSandbox
 from dsecd.host.vm_plan import Devices, Lack, Launch, OnEvent, Status, VmEvent, VmMemory, VmPlan
 from libdsec.errors import DSecError, Unavailable, to_wire
 from libdsec.wire import Failure, Item, Reply, Request, Splitter, encode, pack
@@ -68,8 +69,8 @@ class Silence:
 class FakeMachine:
     pid = 4711
 
-    def __init__(self, on_event: OnEvent) -> None:
-        self._on_event = on_event
+    def __init__(self, on_event: OnEvent, root: Path | None = None) -> None:
+        self._on_event, self._root = on_event, root
         self.did: list[str] = []
         self.state: Status = "running"
         self.text = ""
@@ -85,9 +86,11 @@ class FakeMachine:
 
     async def stop(self) -> None:
         self.did.append("stop")
+        self.state = "paused"
 
     async def cont(self) -> None:
         self.did.append("cont")
+        self.state = "running"
 
     async def balloon(self, limit_bytes: int) -> None:
         self.did.append("balloon")
@@ -103,6 +106,8 @@ class FakeMachine:
 
     async def save(self, state: str) -> None:
         self.did.append("save")
+        if self._root is not None:
+            (self._root / state.lstrip("/")).write_bytes(b"devices")
 
     async def load(self, state: str) -> None:
         self.did.append("load")
@@ -124,8 +129,11 @@ class FakeVmm:
         self._answer, self._deaf = answer, deaf
         self.machines: list[FakeMachine] = []
         self.agents: list[Agent] = []
+        self.plans: list[VmPlan] = []
+        self.state: Status = "running"  # of the next machines
 
     def compile(self, plan: VmPlan) -> Launch:
+        self.plans.append(plan)
         layers = tuple(f"/dev/pmem{number}" for number in range(len(plan.layers)))
         return Launch(argv=("true",), devices=Devices(layers=layers, upper="/dev/vda"))
 
@@ -135,7 +143,8 @@ class FakeVmm:
     async def connect(
         self, root: Path, plan: VmPlan, on_event: OnEvent, timeout_s: float = 10.0
     ) -> FakeMachine:
-        self.machines.append(FakeMachine(on_event))
+        self.machines.append(FakeMachine(on_event, root if root.exists() else None))
+        self.machine.state = self.state
         return self.machines[-1]
 
     async def open_agent(self, root: Path, plan: VmPlan) -> socket.socket:
@@ -159,3 +168,13 @@ class FakeVmm:
     def end(self) -> None:
         for agent in self.agents:
             agent.end()
+
+    def runs_in(self, jail: FakeSandbox) -> None:
+        """Have the guest end with the command that is the monitor."""
+        kill = jail._op_exec_kill
+
+        async def killed(raw: msgspec.Raw, call: FakeCall) -> None:
+            self.end()
+            await kill(raw, call)
+
+        jail._op_exec_kill = killed  # type: ignore[method-assign]

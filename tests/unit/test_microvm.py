@@ -3,146 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from dsecd.backends import microvm, microvm_machine
-from dsecd.backends.abc import GuestNetwork, Handle
-from dsecd.backends.fake import FakeBackend
-from dsecd.backends.microvm import Held, MicroVMBackend
-from dsecd.backends.spec import Spec, VmSpec
-from dsecd.config import Config, Paths
-from dsecd.engine.request import compile_spec
+from dsecd.backends.abc import Handle
+from dsecd.backends.microvm_holding import Held
 from dsecd.host.plan import Bind
-from dsecd.images.local import Local, Located
-from dsecd.images.manifest import Config as Defaults
-from dsecd.images.tool import Report
-from dsecd.model import Death
 from dsecd.policy.compile import Compiled
 from dsecd.policy.rules import FilePolicy, NetPolicy, SystemPolicy
 from libdsec.errors import InvalidArgument, Unavailable, Unsupported
-from libdsec.model import DSecContainerRunArgs
-from tests.unit.flat_layers import make_layer, of_files
-from tests.unit.microvm_fakes import FakeVmm
-
-MIB = 1 << 20
-ID = "s0-n0-1-1"
-JAIL = "base/dsec-qemu:test"
-NETWORK = GuestNetwork(
-    addresses=("10.213.0.7/32", "fd5d:ec::7/128"),
-    gateways=("169.254.1.1", "fe80::1"),
-    neighbours=(("169.254.1.1", "02:d5:ec:02:00:01"),),
-    mtu=1400,
-    resolv_conf="nameserver 192.0.2.1\n",
-)
-
-
-class Environments:
-    """One layer, which is known for as long as `locate` was called."""
-
-    def __init__(self, local: Local) -> None:
-        self.local, self.known = local, False
-
-    def recall(self, spec: Spec) -> Located | None:
-        return Located(Defaults(env={"FROM": "image"}), (self.local,)) if self.known else None
-
-    async def locate(self, spec: Spec) -> Located:
-        self.known = True
-        found = self.recall(spec)
-        assert found is not None
-        return found
-
-    async def pull(self, spec: Spec, report: Report) -> None: ...
-
-
-class Jail(FakeBackend):
-    """Remembers what it was asked to be."""
-
-    def __init__(self) -> None:
-        super().__init__(name="container")
-        self.specs: list[Spec] = []
-        self.failing = ""
-        self.policies: list[NetPolicy] = []
-
-    async def create(self, handle: Handle, spec: Spec):  # type: ignore[no-untyped-def]
-        self.specs.append(spec)
-        made = await super().create(handle, spec)
-        guest = NETWORK if spec.network == "nat" else None
-        return msgspec.structs.replace(made, guest=guest)
-
-    async def update_network(self, handle, policy, save):  # type: ignore[no-untyped-def]
-        self.policies.append(policy)
-        await save(handle)
-
-    async def pause(self, handle, save):  # type: ignore[no-untyped-def]
-        if self.failing == "pause":
-            raise Unavailable("no freezer")
-        await super().pause(handle, save)
-
-
-class Ears:
-    def __init__(self) -> None:
-        self.deaths: list[tuple[str, Death]] = []
-        self.ooms: list[int] = []
-
-    def died(self, sandbox: str, death: Death) -> None:
-        self.deaths.append((sandbox, death))
-
-    def oom(self, sandbox: str, kills: int) -> None:
-        self.ooms.append(kills)
-
-    def denied(self, sandbox: str, detail: dict[str, str]) -> None: ...
-
-
-class Bed:
-    def __init__(self, tmp_path: Path) -> None:
-        store = tmp_path / "store"
-        store.mkdir()
-        self.local = make_layer(store, of_files(os.urandom(MIB)))[1]
-        self.root = tmp_path / "root"
-        (self.root / "vm").mkdir(parents=True)
-        self.environments, self.jail, self.vmm = Environments(self.local), Jail(), FakeVmm()
-        self.ears = Ears()
-        self.config = Config(paths=Paths(state=str(tmp_path / "state")))
-        self.backend = self.make()
-
-    def make(self) -> MicroVMBackend:
-        backend = MicroVMBackend(self.config, self.jail, self.environments)
-        backend._host.vmm = self.vmm
-
-        async def image(layers: object) -> str:
-            backend._host.jail_image = JAIL
-            return JAIL
-
-        async def start() -> None:
-            backend._host.flats.start()
-
-        backend._host.provide_jail_image = image  # type: ignore[method-assign,assignment]
-        backend._host.start = start  # type: ignore[method-assign]
-        return backend
-
-    async def start(self) -> None:
-        await self.jail.start(self.ears)
-        await self.backend.start(self.ears)
-
-    async def create(self, asked: Spec) -> Handle:
-        await self.backend.locate(asked)
-        handle = self.backend.prepare(ID, asked)
-        return (await self.backend.create(handle, asked)).handle
-
-    def users(self) -> int:
-        return self.backend._host.flats.users(self.local.digest)
-
-
-def spec(**vm: object) -> Spec:
-    args = DSecContainerRunArgs(container_image="base/x", memory_limit_mb=129, disk_limit_mb=64)
-    shared = compile_spec(ID, args)
-    wanted = {"vcpus": 2, "layers": "pmem", "data_disk_bytes": 0} | vm
-    return msgspec.structs.replace(shared, vm=VmSpec(**wanted))  # type: ignore[arg-type]
+from tests.unit.microvm_bed import ID, JAIL, MIB, NETWORK, Bed, spec, until
 
 
 @pytest.fixture
@@ -235,34 +109,6 @@ async def test_a_machine_that_cannot_be_takes_nothing(
     assert (bed.users(), bed.jail.prepared) == (0, set())
 
 
-async def test_a_pause_stops_the_guest_before_its_jail_and_is_journalled(bed: Bed) -> None:
-    handle, saved = await bed.create(spec()), list[Handle]()
-
-    async def save(now: Handle) -> None:
-        saved.append(now)
-        order.append("saved")
-
-    order = bed.vmm.machine.did
-    await bed.backend.pause(handle, save)
-    assert order == ["boot", "stop", "saved"]
-    assert msgspec.msgpack.decode(saved[-1].resources, type=Held).paused
-    await bed.backend.resume(handle, save)
-    assert order == ["boot", "stop", "saved", "saved", "cont"]
-    assert not msgspec.msgpack.decode(saved[-1].resources, type=Held).paused
-    assert any(op == "vm.clock" for op, _ in bed.vmm.agent.asked)
-
-
-async def test_a_pause_that_fails_leaves_the_guest_running(bed: Bed) -> None:
-    handle = await bed.create(spec())
-    bed.jail.failing = "pause"
-
-    async def save(now: Handle) -> None: ...
-
-    with pytest.raises(Unavailable):
-        await bed.backend.pause(handle, save)
-    assert bed.vmm.machine.did == ["boot", "stop", "cont"]
-
-
 async def test_a_class_is_of_the_jail_with_the_monitor(bed: Bed) -> None:
     handle = await bed.create(spec())
     notes = await bed.backend.set_cpu_class(handle, "latency_sensitive")
@@ -297,22 +143,16 @@ async def test_a_machine_whose_jail_is_gone_is_not_recovered_and_can_be_freed(be
 
 async def test_deaths_and_kills_reach_the_engine_until_it_is_destroyed(bed: Bed) -> None:
     handle = await bed.create(spec())
-    await _until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
+    await until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
     await bed.vmm.agent.killed(2)
-    await _until(lambda: bed.ears.ooms == [2])
+    await until(lambda: bed.ears.ooms == [2])
     assert bed.backend.oom_kills(handle) == 2
     assert (await bed.backend.usage(handle)).oom_kills == 2
     bed.vmm.machine.happen("panicked")
-    await _until(lambda: bool(bed.ears.deaths))
+    await until(lambda: bool(bed.ears.deaths))
     assert bed.ears.deaths[0][1].reason == "the guest's kernel panicked"
     await bed.backend.destroy(handle)
     assert len(bed.ears.deaths) == 1
-
-
-async def _until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_a_guest_s_network_is_the_jail_s(bed: Bed) -> None:

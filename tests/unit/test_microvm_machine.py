@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 from dsecd.backends import microvm_machine
+from dsecd.backends.agent import call
 from dsecd.backends.fake import FakeSandbox
 from dsecd.backends.microvm_machine import GuestMachine
-from dsecd.backends.microvm_plan import Begin
+from dsecd.backends.microvm_plan import Begin, clock
 from dsecd.engine.request import compile_spec
-from dsecd.host.vm_plan import VmPlan
+from dsecd.host.vm_plan import Devices, Launch, Machine, VmPlan
 from dsecd.model import Death
-from libdsec.errors import Internal, InvalidArgument, Timeout
+from libdsec.errors import Internal, InvalidArgument, Timeout, Unavailable
 from libdsec.model import DSecContainerRunArgs
+from libdsec.wire import pack
 from tests.unit.microvm_fakes import Answer, FakeVmm, Silence
 
 PLAN = VmPlan(memory_bytes=64 << 20, kernel="/vm/kernel", upper="/vm/upper.img")
+LAUNCH = Launch(argv=("true",), devices=Devices.of(PLAN))
 BEGIN = Begin(
     layers=("/dev/pmem0",), dax=True, upper="/dev/vda", files=[], hostname="h", pids=9,
     network=None, time_ns=1, entropy=b"e" * 64, config=b"",
@@ -34,6 +37,7 @@ class Bed:
         spec = compile_spec("s0-n0-1-1", DSecContainerRunArgs(container_image="base/x"))
         self.vmm = FakeVmm(answer, deaf)
         self.jail = FakeSandbox("s0-n0-1-1", spec, self)  # type: ignore[arg-type]
+        self.vmm.runs_in(self.jail)
         self.deaths: list[Death] = []
         self.kills: list[int] = []
         self.machine = GuestMachine(
@@ -42,7 +46,7 @@ class Bed:
         )  # fmt: skip
 
     async def start(self) -> None:
-        await self.machine.start(("true",), BEGIN)
+        await self.machine.start(LAUNCH, BEGIN)
 
     async def end(self) -> None:
         await self.machine.close()
@@ -107,7 +111,7 @@ async def test_a_guest_that_never_answers_is_given_up(make: Callable[..., Bed]) 
 
 async def test_what_is_left_of_an_earlier_connection_does_no_harm(make: Callable[..., Bed]) -> None:
     bed = make(deaf=2)
-    await bed.machine.adopt(paused=False)
+    await bed.machine.adopt(saved=False)
     assert len(bed.vmm.agents) == 3
     assert bed.machine.channel is not None
     assert bed.deaths == []
@@ -187,27 +191,111 @@ async def test_kills_in_the_guest_are_counted(make: Callable[..., Bed]) -> None:
     assert bed.kills == [1, 3]
 
 
-async def test_a_paused_guest_is_told_the_time_when_it_goes_on(make: Callable[..., Bed]) -> None:
+async def load(machine: Machine) -> None:
+    await machine.load("/vm/state")
+    await machine.cont()
+
+
+async def test_a_guest_that_is_taken_up_goes_on_with_its_calls_and_is_told_the_time(
+    make: Callable[..., Bed],
+) -> None:
+    bed = make(lambda op, args: Silence if op == "exec.wait" else None)
+    await bed.start()
+    channel = bed.machine.channel
+    assert channel is not None
+    waiting = asyncio.ensure_future(call(channel, "exec.wait", pack({"cid": "c"})))
+    await until(lambda: {"vm.watch", "exec.wait"} <= {op for op, _ in bed.vmm.agent.asked})
+    async with bed.machine.standing() as monitor:
+        assert monitor is bed.vmm.machine
+        await bed.machine.end_monitor()
+    assert bed.vmm.machine.did == ["boot", "stop", "close"]
+    later = asyncio.ensure_future(call(channel, "sys.stats", pack({})))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    assert not later.done()
+    assert bed.deaths == []
+    await bed.machine.resume(LAUNCH, load)
+    assert bed.vmm.machine.did == ["load", "cont"]
+    await later
+    assert [op for op, _ in bed.vmm.agent.asked] == ["vm.clock", "sys.stats"]
+    told = bed.vmm.agent.asked[0][1]
+    assert abs(told["time_ns"] - time.time_ns()) < 60e9
+    assert len(told["entropy"]) == 64
+    assert bed.machine.channel is channel
+    waiting.cancel()
+
+
+async def test_a_guest_that_stood_still_goes_on(make: Callable[..., Bed]) -> None:
     bed = make()
     await bed.start()
-    await bed.machine.stop()
-    await bed.machine.go_on()
+    async with bed.machine.standing():
+        assert bed.vmm.agent.asked[-1][0] == "sys.ping", "all that was sent has arrived"
     assert bed.vmm.machine.did == ["boot", "stop", "cont"]
-    told = [args for op, args in bed.vmm.agent.asked if op == "vm.clock"]
-    assert len(told) == 1
-    assert told[0]["time_ns"] > 0
-    assert len(told[0]["entropy"]) == 64
+    with pytest.raises(ValueError, match="disk"):
+        async with bed.machine.standing():
+            raise ValueError("disk full")
+    assert bed.vmm.machine.did[3:] == ["stop", "cont"]
 
 
-async def test_a_paused_guest_is_adopted_without_asking_it(make: Callable[..., Bed]) -> None:
+async def test_a_resumption_that_fails_can_be_tried_again(make: Callable[..., Bed]) -> None:
     bed = make()
-    await bed.machine.adopt(paused=True)
+    await bed.start()
+    async with bed.machine.standing():
+        await bed.machine.end_monitor()
+
+    async def fail(machine: Machine) -> None:
+        raise Internal("no memory")
+
+    with pytest.raises(Internal):
+        await bed.machine.resume(LAUNCH, fail)
+    assert bed.deaths == []
+    await bed.machine.resume(LAUNCH, load)
+    assert bed.machine.channel is not None
+    await call(bed.machine.channel, "sys.ping", pack({}))
+
+
+async def test_a_guest_that_goes_back_answers_no_earlier_call(make: Callable[..., Bed]) -> None:
+    bed = make(lambda op, args: Silence if op == "exec.wait" else None)
+    await bed.start()
+    channel = bed.machine.channel
+    assert channel is not None
+    waiting = asyncio.ensure_future(call(channel, "exec.wait", pack({"cid": "c"})))
+    await asyncio.sleep(0.01)
+    await bed.machine.leave("it went back")
+    later = asyncio.ensure_future(call(channel, "sys.stats", pack({})))
+    with pytest.raises(Unavailable, match="it went back"):
+        await waiting
+    await bed.machine.take_up(LAUNCH, load, "vm.clock", clock())
+    await later
+    asked = [op for op, _ in bed.vmm.agent.asked]
+    assert asked[:2] == ["sys.ping", "vm.clock"]
+    assert "sys.stats" in asked
+    assert bed.deaths == []
+
+
+async def test_one_that_an_earlier_daemon_saved_waits_to_be_taken_up(
+    make: Callable[..., Bed],
+) -> None:
+    bed = make()
+    await bed.machine.adopt(saved=True)
+    assert bed.machine.channel is not None
+    kept = asyncio.ensure_future(call(bed.machine.channel, "sys.stats", pack({})))
     await asyncio.sleep(0.05)
-    assert bed.vmm.machines == []
-    assert bed.vmm.agent.asked == []
-    await bed.machine.go_on()
-    assert bed.vmm.machine.did == ["cont"]
+    assert bed.vmm.agents == []
+    await bed.machine.resume(LAUNCH, load)
+    await kept
+    assert bed.vmm.agent.asked[0] == ("sys.ping", {"first": True})
     await until(lambda: ("vm.watch", {}) in bed.vmm.agent.asked)
+
+
+async def test_one_that_stands_still_since_its_daemon_died_goes_on(
+    make: Callable[..., Bed],
+) -> None:
+    bed = make()
+    bed.vmm.state = "saved"
+    await bed.machine.adopt(saved=False)
+    assert bed.vmm.machine.did == ["boot", "cont"]
+    assert "vm.clock" in [op for op, _ in bed.vmm.agent.asked]
 
 
 async def test_after_closing_nothing_is_told(make: Callable[..., Bed]) -> None:

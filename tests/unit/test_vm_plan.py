@@ -53,6 +53,8 @@ def test_the_guest_finds_disks_in_order() -> None:
         ({"layers": (VmLayer("/l", 0),)}, "layers"),
         ({"balloon": False}, "free_page_reporting"),
         ({"ram": Ram(shared=False)}, "ram"),
+        ({"ram": Ram(read_only=True, shared=False)}, "ram"),
+        ({"ram": Ram(path="/r", read_only=True)}, "ram"),
         # the hole would be in the file that the others stand on
         ({"ram": Ram(path="/r", shared=False)}, "balloon"),
         ({"ram": Ram(path="/r", shared=False), "free_page_reporting": False}, "balloon"),
@@ -75,3 +77,5 @@ def test_copied_memory_without_a_balloon_is_allowed() -> None:
         )
     )
     check(msgspec.structs.replace(PLAN, ram=Ram(path="/r")))
+    # what cannot be written to cannot get a hole
+    check(msgspec.structs.replace(PLAN, ram=Ram(path="/r", shared=False, read_only=True)))

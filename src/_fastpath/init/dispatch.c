@@ -156,6 +156,7 @@ static const struct operation {
     { "sys.ping", op_ping },          { "sys.stats", op_stats },
     { "sys.pause", op_pause },
     { "vm.begin", vm_begin },         { "vm.clock", vm_clock },
+    { "vm.renew", vm_renew },
     { "vm.watch", vm_watch },         { "vm.pack", vm_pack },
 };
 

@@ -234,6 +234,33 @@ void vm_begin(struct call *call, struct mp_bytes raw)
     reply_steps(call, &build.steps);
 }
 
+/* The former configuration stays mapped: what it names may be in use. */
+void vm_renew(struct call *call, struct mp_bytes raw)
+{
+    static struct vm_args args;
+    static struct vm_build build;
+    uint8_t *kept;
+    const char *problem = args_vm_renew(raw, &args);
+    if (problem) {
+        call_fail(call, "invalid_argument", "%s", problem);
+        return;
+    }
+    struct config before = config;
+    build = (struct vm_build){ .steps = { .fail = "", .trace = true } };
+    problem = keep_config(args.config, &kept);
+    int error = problem ? 0 : vm_build_again(&build, &args);
+    if (!problem && !error) {
+        reply_steps(call, &build.steps);
+        return;
+    }
+    if (problem)
+        call_fail(call, "invalid_argument", "field \"config\": %s", problem);
+    else
+        fail_build(call, &build, error);
+    config = before;
+    map_free(kept, args.config.n);
+}
+
 void vm_clock(struct call *call, struct mp_bytes raw)
 {
     struct vm_args args;

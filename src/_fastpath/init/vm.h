@@ -21,6 +21,7 @@ const char *vm_open(void);
 bool vm_admits(struct call *call, struct mp_bytes op);
 
 void vm_begin(struct call *call, struct mp_bytes raw);
+void vm_renew(struct call *call, struct mp_bytes raw);
 void vm_clock(struct call *call, struct mp_bytes raw);
 void vm_watch(struct call *call, struct mp_bytes raw);
 void vm_pack(struct call *call, struct mp_bytes raw);
@@ -29,7 +30,7 @@ void vm_thaw(void);
 /* Tell whoever watches of out-of-memory kills: before the result of a command that was one of them. */
 void vm_watch_check(void);
 
-/* --- what vm.begin does; each returns 0 or -errno ----------------------------------------- */
+/* --- what vm.begin and vm.renew do; each returns 0 or -errno ----------------------------------------- */
 
 struct vm_build {
     struct steps steps;
@@ -37,9 +38,12 @@ struct vm_build {
 };
 
 int vm_build(struct vm_build *build, const struct vm_args *args);
+/* Make a machine that was copied one of its own. */
+int vm_build_again(struct vm_build *build, const struct vm_args *args);
 int vm_root_assemble(struct vm_build *build, const struct vm_args *args);
 int vm_files_write(struct vm_build *build, const struct vm_args *args);
 int vm_loopback_up(void);
+/* In the place of what it did before. */
 int vm_network_up(const struct vm_network *network);
 
 /* vm_clock.c */

@@ -191,6 +191,20 @@ static const char *check_clock(const struct vm_args *args)
     return args->entropy.n == VM_ENTROPY ? NULL : "field \"entropy\" is not 64 bytes";
 }
 
+/* What makes a machine one of its own. */
+static const char *check_identity(struct vm_args *args)
+{
+    if (args->files.p && !good_files(args->files))
+        return "field \"files\" is not a list of [relative path, content, mode]";
+    if (!args->hostname.n || args->hostname.n > HOSTNAME_MAX)
+        return "field \"hostname\" is missing or longer than 64 bytes";
+    if (!args->config.n)
+        return "field \"config\" is missing";
+    const char *problem =
+        args->network_raw.p ? read_network(args->network_raw, &args->network) : NULL;
+    return problem ? problem : check_clock(args);
+}
+
 const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
 {
     static const struct field fields[] = {
@@ -213,16 +227,24 @@ const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
         return "field \"layers\" is not a list of 1 to 32 paths below /dev";
     if (!is_device(out->upper))
         return "field \"upper\" is not a path below /dev";
-    if (out->files.p && !good_files(out->files))
-        return "field \"files\" is not a list of [relative path, content, mode]";
-    if (!out->hostname.n || out->hostname.n > HOSTNAME_MAX)
-        return "field \"hostname\" is missing or longer than 64 bytes";
     if (!out->pids.set || !out->pids.value)
         return "field \"pids\" is missing or 0";
-    if (!out->config.n)
-        return "field \"config\" is missing";
-    problem = out->network_raw.p ? read_network(out->network_raw, &out->network) : NULL;
-    return problem ? problem : check_clock(out);
+    return check_identity(out);
+}
+
+const char *args_vm_renew(struct mp_bytes raw, struct vm_args *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct vm_args, "files", files, RAW),
+        FIELD(struct vm_args, "hostname", hostname, NAME),
+        FIELD(struct vm_args, "network", network_raw, RAW),
+        FIELD(struct vm_args, "time_ns", time_ns, NUMBER),
+        FIELD(struct vm_args, "entropy", entropy, DATA),
+        FIELD(struct vm_args, "config", config, DATA),
+    };
+    memset(out, 0, sizeof *out);
+    const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
+    return problem ? problem : check_identity(out);
 }
 
 const char *args_vm_clock(struct mp_bytes raw, struct vm_args *out)

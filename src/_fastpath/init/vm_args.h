@@ -1,4 +1,4 @@
-/* Arguments of vm.begin and vm.clock (docs/protocol.md, "In a VM"). */
+/* Arguments of vm.begin, vm.renew and vm.clock (docs/protocol.md, "In a VM"). */
 #ifndef DSEC_VM_ARGS_H
 #define DSEC_VM_ARGS_H
 
@@ -44,6 +44,7 @@ struct vm_args {
 
 /* Each returns NULL, or a static text that says which field is wrong. */
 const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out);
+const char *args_vm_renew(struct mp_bytes raw, struct vm_args *out);
 const char *args_vm_clock(struct mp_bytes raw, struct vm_args *out);
 
 /* The next element of `layers` and of `files`. */

@@ -1,4 +1,4 @@
-/* The steps of vm.begin, in their order. */
+/* The steps of vm.begin and vm.renew, in their order. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -55,5 +55,16 @@ int vm_build(struct vm_build *build, const struct vm_args *args)
     STEP(s, "loopback", vm_loopback_up());
     STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
     config.has_cgroup = config.has_spool = config.has_upper = config.has_shell = true;
+    return enter_step(s, "");
+}
+
+int vm_build_again(struct vm_build *build, const struct vm_args *args)
+{
+    struct steps *s = &build->steps;
+    STEP(s, "time", vm_time_set(args->time_ns.value));
+    STEP(s, "entropy", vm_entropy_add(args->entropy));
+    STEP(s, "files", vm_files_write(build, args));
+    STEP(s, "hostname", set_hostname(args->hostname));
+    STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
     return enter_step(s, "");
 }

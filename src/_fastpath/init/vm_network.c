@@ -19,6 +19,8 @@ static int netlink_open(void)
     return fd < 0 ? -errno : fd;
 }
 
+static struct vm_network present; /* what we have set */
+
 static struct request request_of(uint16_t type, uint16_t flags, const void *fixed, size_t n)
 {
     struct request request = {
@@ -90,6 +92,18 @@ static int add_address(int fd, unsigned index, const struct vm_address *address)
     return ask(fd, &request);
 }
 
+static int remove_address(int fd, unsigned index, const struct vm_address *address)
+{
+    struct ifaddrmsg fixed = {
+        .ifa_family = (uint8_t)address->family, .ifa_prefixlen = (uint8_t)address->prefix,
+        .ifa_index = index,
+    };
+    struct request request = request_of(RTM_DELADDR, 0, &fixed, sizeof fixed);
+    put(&request, IFA_LOCAL, address->bytes, address_bytes(address));
+    int error = ask(fd, &request);
+    return error == -EADDRNOTAVAIL ? 0 : error; /* root inside was faster */
+}
+
 /* On the link even where no address of ours says so: containers' gateways are link-local ones. */
 static int add_gateway(int fd, unsigned index, const struct vm_address *gateway)
 {
@@ -99,7 +113,7 @@ static int add_gateway(int fd, unsigned index, const struct vm_address *gateway)
         .rtm_flags = RTNH_F_ONLINK,
     };
     struct request request =
-        request_of(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_EXCL, &fixed, sizeof fixed);
+        request_of(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_REPLACE, &fixed, sizeof fixed);
     put(&request, RTA_GATEWAY, gateway->bytes, address_bytes(gateway));
     put(&request, RTA_OIF, &index, sizeof index);
     return ask(fd, &request);
@@ -139,6 +153,8 @@ int vm_network_up(const struct vm_network *network)
     if (fd < 0)
         return fd;
     int error = network->mtu ? set_mtu(fd, index, network->mtu) : 0;
+    while (present.n_addresses && !error)
+        error = remove_address(fd, index, &present.addresses[--present.n_addresses]);
     if (!error)
         error = link_up(fd, index);
     for (unsigned i = 0; i < network->n_addresses && !error; i++)
@@ -147,6 +163,7 @@ int vm_network_up(const struct vm_network *network)
         error = add_neighbour(fd, index, &network->neighbours[i]);
     for (unsigned i = 0; i < network->n_gateways && !error; i++)
         error = add_gateway(fd, index, &network->gateways[i]);
+    present = *network;
     close(fd);
     return error;
 }

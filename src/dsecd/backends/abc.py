@@ -95,6 +95,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     files_ruled: int = 0  # and that one with rules for its network costs beyond
     trim: bool = False  # pages out memory of running sandboxes
     pause: bool = False
+    pause_frees: bool = False  # a paused one holds no memory that could be paged out
     secrets: bool = False  # adds headers to requests for names, on the host
     # of `policy.mechanisms.NEEDS`, those that it applies where `features` has what they need
     mechanisms: tuple[str, ...] = ()
@@ -293,7 +294,8 @@ class Backend(Protocol):
         """Have all in a sandbox stand still until `resume`, whatever becomes of the daemon.
 
         Calls wait, those that are opened meanwhile too, and none of their timeouts runs. `save`
-        journals the handle, by which `recover` knows. After a failure it runs. Memory is `trim`'s.
+        journals the handle, by which `recover` knows. After a failure it runs. Its memory is then
+        free where `Capabilities.pause_frees` says so, else it is `trim`'s.
         """
 
     async def resume(self, handle: Handle, save: Save) -> None:
@@ -331,13 +333,17 @@ class Backend(Protocol):
         """
 
     async def checkpoint(self, handle: Handle, save: Save) -> Checkpoint:
-        """Remember the present files. `save` journals the handle as it is then, more than once.
+        """Remember the present files, or all of a machine.
 
-        Raises `Exhausted`, `Internal`.
+        `save` journals the handle as it is then, more than once. Raises `Exhausted`, `Internal`.
         """
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> Checkpoint:
-        """End every process and go back to a checkpoint. Raises `NotFound`, `WrongState`."""
+        """Go back to a checkpoint. Raises `NotFound`, `WrongState`.
+
+        Every process and session ends, or is what it was where memory is part of a checkpoint; open
+        calls fail there.
+        """
 
     async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
         """Forget a checkpoint and free what nothing stands on. Raises `NotFound`."""

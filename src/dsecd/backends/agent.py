@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import msgspec
@@ -103,7 +103,8 @@ class AgentChannel(asyncio.Protocol):
         self._splitter = Splitter()
         self._calls: dict[int, AgentCall] = {}
         self._next_id = 1
-        self._kept: list[bytes] | None = None  # what `held` keeps back
+        self._kept: list[bytes] | None = None  # what `held` keeps back, or a detached one
+        self._detaching: asyncio.Future[None] | None = None
 
     @classmethod
     async def connect(cls, path: str, on_closed: Callable[[], None] | None = None) -> AgentChannel:
@@ -132,7 +133,7 @@ class AgentChannel(asyncio.Protocol):
 
     def open(self, op: str, args: msgspec.Raw, receiver: Receiver) -> AgentCall:
         """Start a call; what comes back goes to `receiver`. Raises `Unavailable` when closed."""
-        if self._transport is None:
+        if self._transport is None and self._kept is None:
             raise Unavailable("the sandbox's agent cannot be reached")
         call = AgentCall(self, self._next_id, op, receiver)
         self._next_id += 1
@@ -152,7 +153,7 @@ class AgentChannel(asyncio.Protocol):
         return await call(self, op, args, on_item, initial_credit)
 
     def _send(self, call_id: int, frame: Frame) -> None:
-        if self._transport is not None and call_id in self._calls:
+        if call_id in self._calls:
             self._write(encode(frame))
 
     def _write(self, frame: bytes) -> None:
@@ -173,9 +174,82 @@ class AgentChannel(asyncio.Protocol):
         try:
             yield not any(call.op.startswith(_CHANGING) for call in self._calls.values())
         finally:
-            kept, self._kept = self._kept, None
-            for frame in kept:
-                self._write(frame)
+            self._send_kept()
+
+    def _send_kept(self) -> None:
+        kept, self._kept = self._kept or [], None
+        for frame in kept:
+            self._write(frame)
+
+    # --- another connection to the same agent: of a machine that is saved and taken up ----------
+
+    @classmethod
+    def detached(cls, on_closed: Callable[[], None] | None = None) -> AgentChannel:
+        """Return a channel that has no connection yet: calls wait for `take_over`."""
+        channel = cls(on_closed)
+        channel._kept = []
+        channel._next_id = 1 + int.from_bytes(os.urandom(4), "big")
+        return channel
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """Keep back what is to be sent, and have all that was sent have arrived.
+
+        Unless it was detached meanwhile, what was kept is sent in the end.
+        """
+        assert self._kept is None
+        self._kept = []
+        try:
+            await self.call_ahead("sys.ping", pack({}))
+            yield
+        finally:
+            if self._transport is not None:
+                self._send_kept()
+
+    async def call_ahead(self, op: str, args: msgspec.Raw) -> msgspec.Raw:
+        """`call`, ahead of what is kept back."""
+        awaited = _Awaited(None, INITIAL_CREDIT)
+        kept, self._kept = self._kept, None
+        try:
+            self.open(op, args, awaited)
+        finally:
+            self._kept = kept
+        return await awaited.result
+
+    def detach(self) -> asyncio.Future[None]:
+        """Expect the other end to close; calls stay open, and what is to be sent is kept.
+
+        Returns what is done when all that the other end had sent has come. See `attach`.
+        """
+        self._kept = self._kept or []
+        self._detaching = asyncio.get_running_loop().create_future()
+        if self._transport is None:
+            self._detaching.set_result(None)
+        return self._detaching
+
+    async def attach(self, stream: socket.socket) -> None:
+        """Go on where it was detached: the agent saw nothing of that. What is kept stays so."""
+        self._detaching = None
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=stream)
+
+    def go_on(self) -> None:
+        """Send what is kept."""
+        self._send_kept()
+
+    def take_over(self, other: AgentChannel) -> None:
+        """Go on with the connection of `other`, which has no calls, and send what is kept."""
+        transport, other._transport = other._transport, None
+        if transport is None:
+            raise Unavailable("the connection to the sandbox's agent was lost")
+        self._detaching, self._splitter = None, Splitter()
+        self._transport = transport
+        transport.set_protocol(self)
+        self._send_kept()
+
+    def drop_calls(self, reason: str) -> None:
+        """Have every open call fail with `Unavailable`; later ones are kept until `take_over`."""
+        self._kept = []
+        self._fail_calls(reason)
 
     # --- asyncio.Protocol -----------------------------------------------------------------------
 
@@ -211,6 +285,11 @@ class AgentChannel(asyncio.Protocol):
             raise FrameError(f"unexpected {type(frame).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._detaching is not None:
+            self._transport = None
+            if not self._detaching.done():
+                self._detaching.set_result(None)
+            return
         self._lose(f"the connection to the sandbox's agent was lost: {exc or 'closed'}")
 
     # --- ends -----------------------------------------------------------------------------------
@@ -222,16 +301,20 @@ class AgentChannel(asyncio.Protocol):
 
     def _lose(self, reason: str) -> None:
         transport, self._transport = self._transport, None
+        self._kept = None
         if transport is not None:
             transport.close()
+        self._fail_calls(reason)
+        on_closed, self._on_closed = self._on_closed, None
+        if on_closed is not None:
+            on_closed()
+
+    def _fail_calls(self, reason: str) -> None:
         calls, self._calls = self._calls, {}
         if calls:
             error: dict[str, Any] = to_wire(Unavailable(reason))
             for call in calls.values():
                 call.receiver.on_failure(error)
-        on_closed, self._on_closed = self._on_closed, None
-        if on_closed is not None:
-            on_closed()
 
 
 async def call(

@@ -202,6 +202,15 @@ class FakeSandbox:
             raise NotFound(f"no command {cid!r}", cid=cid)
         return msgspec.structs.replace(self.results[cid], stdout=b"", stderr=b"")
 
+    async def _op_exec_kill(self, raw: msgspec.Raw, call: FakeCall) -> None:
+        cid = msgspec.msgpack.decode(raw)["cid"]
+        if cid not in self.running:
+            raise WrongState(f"command {cid!r} has ended", state="ended")
+        self.running[cid].cancel()
+
+    async def _op_exec_forget(self, raw: msgspec.Raw, call: FakeCall) -> None:
+        self.results.pop(msgspec.msgpack.decode(raw)["cid"], None)
+
     async def _op_exec_list(self, raw: msgspec.Raw, call: FakeCall) -> list[CommandInfo]:
         return [CommandInfo(cid=cid, running=True) for cid in self.running] + [
             CommandInfo(cid=cid, running=False) for cid in self.results

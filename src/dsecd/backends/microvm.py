@@ -15,6 +15,7 @@ import logging
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,9 +32,12 @@ from dsecd.backends.abc import (
     Usage,
 )
 from dsecd.backends.agent import call
+from dsecd.backends.microvm_checkpoints import Checkpoints, check_branch, describe, find
+from dsecd.backends.microvm_holding import BACKEND, Held, Holding, decode
 from dsecd.backends.microvm_host import MicroVMHost
 from dsecd.backends.microvm_machine import GuestMachine
 from dsecd.backends.microvm_plan import (
+    BRANCH_RAM,
     DATA,
     UPPER,
     VMM_DISK_BYTES,
@@ -41,19 +45,21 @@ from dsecd.backends.microvm_plan import (
     binds,
     check_policy,
     jail_spec,
+    renew,
     vm_plan,
 )
+from dsecd.backends.microvm_saved import SavedMachine
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import addresses, network_veth, vm_disks
-from dsecd.host.vm_plan import VmPlan
+from dsecd.host.vm_plan import Machine, VmPlan
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config as Defaults
 from dsecd.images.tool import Report, unreported
 from dsecd.model import Death
 from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, Timeout, Unavailable, Unsupported
+from libdsec.errors import DSecError, NotFound, Timeout, Unavailable, Unsupported
 from libdsec.model import Feature, PackArgs, Packed, WriteArgs
 from libdsec.wire import pack
 
@@ -61,41 +67,24 @@ logger = logging.getLogger("dsecd.microvm")
 MECHANISMS = ("netns", "bpf_cgroup", "resolver")  # of a jail, those that hold for its guest
 
 
-class Held(msgspec.Struct, kw_only=True):
-    """The journalled part of a microVM."""
+class _Start(NamedTuple):
+    """What a machine begins with."""
 
-    jail: Handle
-    layers: tuple[str, ...]  # digests, bottom first
     plan: VmPlan
-    upper_bytes: int  # size of its disk
-    defaults: Defaults = Defaults()  # of its image
-    paused: bool = False
-    ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
-
-
-class Holding:
-    """All that one microVM holds."""
-
-    def __init__(self, held: Held, defaults: Defaults) -> None:
-        self.held, self.defaults = held, defaults
-        self.counted = held.layers  # layers that have us as a user
-        self.machine: GuestMachine | None = None
-
-    def handle(self) -> Handle:
-        return Handle(
-            sandbox=self.held.jail.sandbox,
-            backend=MicroVMBackend.name,
-            resources=msgspec.msgpack.encode(self.held),
-        )
+    layers: tuple[str, ...]  # digests, bottom first
+    files: tuple[FlatLayer, ...]
+    defaults: Defaults
+    base: str = ""  # the saved machine that it is a branch of
 
 
 class MicroVMBackend:
     """See the module's docstring, and `abc.Backend` for the contract."""
 
-    name = "microvm"
+    name = BACKEND
 
     def __init__(self, config: Config, jail: Backend, environments: Environments) -> None:
         self._host, self._jail, self._environments = MicroVMHost(config), jail, environments
+        self._checkpoints = Checkpoints(self._host)
         self.capabilities = Capabilities()
         self._holdings: dict[str, Holding] = {}
         self._listener: Listener | None = None
@@ -106,7 +95,7 @@ class MicroVMBackend:
         able = self._jail.capabilities
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
-            shell=True, trim=able.trim, pause=able.pause,
+            checkpoints=True, pause=True, pause_frees=True, shell=True, trim=able.trim,
             network=able.network,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2, files_ruled=able.files_ruled,
@@ -123,18 +112,39 @@ class MicroVMBackend:
     # --- create ---------------------------------------------------------------------------------
 
     def located(self, spec: Spec) -> bool:
-        return self._recall(spec) is not None
-
-    def _recall(self, spec: Spec) -> tuple[Defaults, tuple[str, ...], tuple[FlatLayer, ...]] | None:
-        """Return defaults, digests and files of an environment whose every part is at hand."""
-        found = self._environments.recall(spec)
-        if found is None or not self._host.jail_image:
-            return None
+        if not self._host.jail_image:
+            return False
         if not self._jail.located(jail_spec(spec, self._host.jail_image)):
+            return False
+        return bool(spec.checkpoint) or self._recall(spec) is not None
+
+    def _recall(self, spec: Spec) -> _Start | None:
+        """Return what an environment brings of which every part is at hand."""
+        found = self._environments.recall(spec)
+        if found is None:
             return None
         digests = tuple(layer.digest for layer in found.layers)
-        files = tuple(filter(None, map(self._host.flats.find, digests)))
-        return (found.config, digests, files) if len(files) == len(digests) else None
+        files = self._files(digests)
+        if len(files) != len(digests):
+            return None
+        host = self._host
+        plan = vm_plan(spec, files, command_line=host.command_line, accel=host.accel)
+        return _Start(plan, digests, files, found.config)
+
+    def _branch(self, spec: Spec) -> _Start:
+        """Return what a checkpoint of another machine brings. Raises `NotFound`."""
+        name, _, checkpoint = spec.checkpoint.rpartition("/")
+        origin = self._holdings.get(name)
+        if origin is None:
+            raise NotFound(f"no sandbox {name!r} on this host to branch from", id=name)
+        held = origin.held
+        target = find(held, checkpoint)
+        check_branch(spec, held)
+        plan = msgspec.structs.replace(held.plan, ram=BRANCH_RAM)
+        return _Start(plan, held.layers, self._files(held.layers), held.defaults, target.place)
+
+    def _files(self, digests: tuple[str, ...]) -> tuple[FlatLayer, ...]:
+        return tuple(filter(None, map(self._host.flats.find, digests)))
 
     async def pull(self, spec: Spec, report: Report = unreported) -> None:
         await self._environments.pull(spec, report)
@@ -146,6 +156,9 @@ class MicroVMBackend:
     async def _locate(self, spec: Spec, undo: contextlib.ExitStack) -> None:
         flats, loop = self._host.flats, asyncio.get_running_loop()
         image = await self._host.provide_jail_image(self._jail.layers())
+        if spec.checkpoint:  # its origin has the layers
+            await self._jail.locate(jail_spec(spec, image))
+            return
         found = await self._environments.locate(spec)
         for layer in found.layers:
             await flats.provide(layer)
@@ -156,59 +169,70 @@ class MicroVMBackend:
         await self._jail.locate(jail_spec(spec, image))
 
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
-        found = self._recall(spec)
-        if found is None:
+        start = self._branch(spec) if spec.checkpoint else self._recall(spec)
+        if start is None:
             raise Unavailable("the layers were not located; try again")
-        defaults, digests, files = found
         check_policy(spec.policy.net if spec.policy is not None else None)
-        plan = self._host.checked(
-            vm_plan(spec, files, command_line=self._host.command_line, accel=self._host.accel)
-        )
-        for digest in digests:
+        self._host.checked(start.plan)
+        for digest in start.layers:
             self._host.flats.acquire(digest)
+        self._host.saved.acquire(start.base)
         try:
-            jail = self._jail.prepare(sandbox, self._jail_spec(spec, plan, files))
+            jail = self._jail.prepare(sandbox, self._jail_spec(spec, start))
         except BaseException:
-            for digest in digests:
+            self._host.saved.forget(start.base)
+            for digest in start.layers:
                 self._host.flats.release(digest)
             raise
         held = Held(
             jail=jail,
-            layers=digests,
-            plan=plan,
+            layers=start.layers,
+            plan=start.plan,
             upper_bytes=spec.disk_bytes,
-            defaults=defaults,
+            defaults=start.defaults,
             ruled=spec.policy is not None,
+            base=start.base,
         )
-        holding = self._holdings[sandbox] = Holding(held, defaults)
+        holding = self._holdings[sandbox] = Holding(held, start.defaults)
         return holding.handle()
 
-    def _jail_spec(self, spec: Spec, plan: VmPlan, files: tuple[FlatLayer, ...]) -> Spec:
+    def _jail_spec(self, spec: Spec, start: _Start) -> Spec:
         host = self._host
         return jail_spec(
             spec,
             host.jail_image,
-            accel=plan.accel,
-            overhead_bytes=host.vmm.overhead_bytes(plan),
-            binds=binds(str(host.kernel), str(host.initrd), files),
+            accel=start.plan.accel,
+            overhead_bytes=host.vmm.overhead_bytes(start.plan),
+            binds=binds(
+                str(host.kernel), str(host.initrd), start.files, host.saved.ram(start.base)
+            ),
         )
 
     def release(self, handle: Handle) -> None:
         holding = self._holdings.pop(handle.sandbox, None)
         if holding is not None:
             self._jail.release(holding.held.jail)
+            self._host.saved.forget(holding.held.base)
             self._uncount(holding)
 
     async def create(self, handle: Handle, spec: Spec) -> Instance:
         holding, host = self._holdings[handle.sandbox], self._host
         assert spec.vm is not None
-        plan = holding.held.plan
-        files = tuple(filter(None, map(host.flats.find, holding.held.layers)))
-        jail = await self._jail.create(holding.held.jail, self._jail_spec(spec, plan, files))
+        held = holding.held
+        start = _Start(held.plan, held.layers, self._files(held.layers), held.defaults, held.base)
+        jail = await self._jail.create(held.jail, self._jail_spec(spec, start))
+        plan = held.plan
         if jail.guest is None:  # none was asked for, or this host enforces no rules
             plan = msgspec.structs.replace(plan, network=None)
-        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle, plan=plan)
-        root = vm_disks.root_of(jail.pid)
+        holding.held = msgspec.structs.replace(held, jail=jail.handle, plan=plan)
+        holding.pid = jail.pid
+        root = self._root(holding)
+        if held.base:
+            devices = host.vmm.compile(plan).devices
+            told = renew(handle.sandbox, spec, holding.defaults, devices, jail)
+            holding.machine = self._machine(holding, jail, root)
+            await self._checkpoints.branch(holding, root, told)
+            return self._instance(holding, jail)
         blank = await asyncio.to_thread(host.blank, spec.disk_bytes)
         await asyncio.to_thread(vm_disks.place, root, UPPER, blank)
         if spec.vm.data_disk_bytes:
@@ -229,10 +253,8 @@ class MicroVMBackend:
         if template is not None:
             waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))
             try:
-                await machine.start_saved(
-                    waiting.argv,
-                    told,
-                    functools.partial(template.load, root, plan),
+                await machine.take_up(
+                    waiting, functools.partial(_load, template, root, plan), "vm.begin", told
                 )
             except (DSecError, OSError) as error:
                 logger.warning("%s boots, its template failed: %s", machine.sandbox, error)
@@ -241,11 +263,8 @@ class MicroVMBackend:
                 logger.debug("%s started from the template %s", machine.sandbox, key)
                 return
         booted = functools.partial(templates.make, key, root, plan)
-        await machine.start(
-            host.vmm.compile(plan).argv,
-            told,
-            booted if templates.wanted(key) else None,
-        )
+        wanted = booted if templates.wanted(key) else None
+        await machine.start(host.vmm.compile(plan), told, wanted)
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
         sandbox = jail.handle.sandbox
@@ -262,6 +281,10 @@ class MicroVMBackend:
         machine = GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
         machine.ping_s = self._host.ping_s
         return machine
+
+    def _root(self, holding: Holding) -> Path:
+        """Return where the files of the jail begin."""
+        return vm_disks.root_of(holding.pid)
 
     def _instance(self, holding: Holding, jail: Instance) -> Instance:
         assert holding.machine is not None
@@ -282,12 +305,14 @@ class MicroVMBackend:
     async def destroy(self, handle: Handle) -> None:
         holding = self._holdings.get(handle.sandbox)
         if holding is None:  # this daemon did not make it, and it counts as no layer's user
-            holding = Holding(_decode(handle), Defaults())
+            holding = Holding(decode(handle), Defaults())
             holding.counted = ()
         self._holdings.pop(handle.sandbox, None)  # what ends now is not reported as a death
         try:
             await _let_go(holding)
             await self._jail.destroy(holding.held.jail)
+            if holding.counted:
+                await self._checkpoints.let_go(holding)
         except BaseException:
             self._holdings[handle.sandbox] = holding  # tried again with what is left
             raise
@@ -301,30 +326,33 @@ class MicroVMBackend:
     # --- after a restart ------------------------------------------------------------------------
 
     async def recover(self, handle: Handle) -> Instance | None:
-        held = _decode(handle)
+        held = decode(handle)
         holding = Holding(held, held.defaults)
         jail = await self._jail.recover(holding.held.jail)
         if jail is None:
             return None
         for digest in holding.counted:
             self._host.flats.acquire(digest)
+        self._checkpoints.hold(holding)
         self._holdings[handle.sandbox] = holding
-        holding.held = msgspec.structs.replace(
-            holding.held, jail=jail.handle, paused=holding.held.paused and jail.paused
-        )
-        machine = self._machine(holding, jail, vm_disks.root_of(jail.pid))
+        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
+        holding.pid = jail.pid
+        root = self._root(holding)
+        machine = self._machine(holding, jail, root)
         holding.machine = machine
         try:
-            await machine.adopt(paused=holding.held.paused)
-        except DSecError as error:
-            logger.error("%s is given up: %s", handle.sandbox, error.message)
+            await machine.adopt(saved=bool(held.saved or held.returning))
+            if held.returning:
+                await self._checkpoints.go_back(holding, root, _unsaved)
+        except (DSecError, OSError) as error:
+            logger.error("%s is given up: %s", handle.sandbox, error)
             return None
         return self._instance(holding, jail)
 
     async def sweep(self, known: Collection[str]) -> Iterable[str]:
         """Jails are swept by the backend that makes them; layers' files count their users."""
         await self._host.flats.trim()
-        return ()
+        return await self._host.saved.sweep()
 
     # --- asked from outside ---------------------------------------------------------------------
 
@@ -356,21 +384,13 @@ class MicroVMBackend:
         return max(0, freed)
 
     async def pause(self, handle: Handle, save: Save) -> None:
+        """Save the machine and end its monitor: its memory is free, and it goes on in a new one."""
         holding = self._holdings[handle.sandbox]
-        assert holding.machine is not None
-        await holding.machine.stop()
-        try:
-            await self._jail.pause(holding.held.jail, functools.partial(_save, holding, save, True))
-        except BaseException:
-            holding.held = msgspec.structs.replace(holding.held, paused=False)
-            await holding.machine.go_on()
-            raise
+        await self._checkpoints.pause(holding, self._root(holding), save)
 
     async def resume(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
-        assert holding.machine is not None
-        await self._jail.resume(holding.held.jail, functools.partial(_save, holding, save, False))
-        await holding.machine.go_on()
+        await self._checkpoints.resume(holding, self._root(holding), save)
 
     async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
         """Of the whole jail: the guest's CPUs are threads in it."""
@@ -416,16 +436,27 @@ class MicroVMBackend:
         raise _lacking("grading")
 
     async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
-        raise _lacking("checkpoints")
+        holding = self._holdings[handle.sandbox]
+        return await self._checkpoints.make(holding, self._root(holding), save)
 
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> model.Checkpoint:
-        raise _lacking("checkpoints")
+        """Its memory, too: every process is what it was, and so are clocks but the real one."""
+        holding = self._holdings[handle.sandbox]
+        try:
+            made = await self._checkpoints.rollback(holding, self._root(holding), checkpoint, save)
+            if holding.held.ruled:
+                await _name_resolver(holding)
+        except (DSecError, OSError) as error:
+            if holding.held.returning and holding.machine is not None:
+                holding.machine.fail(f"it did not go back to a checkpoint: {error}")
+            raise
+        return made
 
     async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
-        raise _lacking("checkpoints")
+        await self._checkpoints.delete(self._holdings[handle.sandbox], checkpoint, save)
 
     def checkpoints(self, handle: Handle) -> list[model.Checkpoint]:
-        return []
+        return [describe(one) for one in self._holdings[handle.sandbox].held.checkpoints]
 
     def pools(self) -> Mapping[str, float]:
         return {}
@@ -456,10 +487,10 @@ async def _let_go(holding: Holding) -> None:
         await machine.close()
 
 
-async def _save(holding: Holding, save: Save, paused: bool, jail: Handle) -> None:
-    holding.held = msgspec.structs.replace(holding.held, jail=jail, paused=paused)
-    await save(holding.handle())
+async def _unsaved(handle: Handle) -> None:
+    """Of `recover`: whoever called it journals what it returns."""
 
 
-def _decode(handle: Handle) -> Held:
-    return msgspec.msgpack.decode(handle.resources, type=Held)
+async def _load(template: SavedMachine, root: Path, plan: VmPlan, machine: Machine) -> None:
+    await template.load(root, plan, machine)
+    await machine.cont()

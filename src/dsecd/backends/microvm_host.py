@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from dsecd.backends.abc import Layers
+from dsecd.backends.microvm_saved import SavedMachines
 from dsecd.backends.microvm_template import Templates, key_of
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
@@ -42,6 +43,7 @@ class MicroVMHost:
         self.initrd = self._state / "initrd"
         self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
         self.templates = Templates(self._state / "templates", config.vm.templates)
+        self.saved = SavedMachines(self._state / "saved")
         self.accel: Accel = "tcg"
         self.notes: tuple[str, ...] = ()
         self.jail_image = ""  # the name of the layer with the monitor, once it is there
@@ -59,6 +61,7 @@ class MicroVMHost:
         await asyncio.to_thread(self._write_initrd)
         self.flats.start()
         await asyncio.to_thread(self.templates.start)
+        self.saved.start()
 
     def _choose_accel(self) -> None:
         wanted = self._config.vm.accel

@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from dsecd.backends import microvm_memory
 from dsecd.backends.abc import Channel
 from dsecd.backends.agent import AgentChannel, call
-from dsecd.backends.microvm_plan import VMM, VMM_USER, Begin, clock
-from dsecd.host.vm_plan import Machine, VmEvent, Vmm, VmPlan
+from dsecd.backends.microvm_plan import VMM, VMM_USER, Begin, Clock, clock
+from dsecd.host.vm_plan import Launch, Machine, VmEvent, Vmm, VmPlan
 from dsecd.model import Death
 from libdsec.errors import DSecError, Internal, NotFound, Timeout, Unavailable, WrongState
 from libdsec.model import AttachArgs, CommandResult, ExecArgs, Output
@@ -23,7 +24,7 @@ from libdsec.wire import pack
 
 logger = logging.getLogger("dsecd.microvm")
 BOOT_S = 120.0  # an emulated guest on a busy host; a quick one has booted in two
-LOAD_S = 10.0  # to take up a saved guest and have its answer; takes half a second
+LOAD_S = 20.0  # to take up a saved guest and have its answer; takes half a second
 ANSWER_S = 10.0  # of an agent that runs, to the first frame of a connection
 AGAIN_S = 0.2  # long enough for the guest to see that the host went away
 SILENT_S = 60.0
@@ -36,6 +37,7 @@ _CONTROL = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|c)|[^\x20-\x7e\n]")  # of termin
 OnDeath = Callable[[Death], None]
 OnKills = Callable[[int], None]
 Step = Callable[[Machine], Awaitable[None]]
+T = TypeVar("T", bound=Clock)
 
 
 class _Watch(msgspec.Struct):
@@ -51,7 +53,7 @@ class GuestMachine:
         self, sandbox: str, vmm: Vmm, plan: VmPlan, jail: Channel, root: Path,
         on_death: OnDeath, on_kills: OnKills,
     ) -> None:  # fmt: skip
-        self.sandbox, self._vmm, self._plan, self._jail, self._root = (
+        self.sandbox, self._vmm, self.plan, self._jail, self._root = (
             sandbox, vmm, plan, jail, root,
         )  # fmt: skip
         self._on_death: OnDeath | None = on_death
@@ -62,16 +64,17 @@ class GuestMachine:
         self.oom_kills = 0
         self.paused = False
         self.ping_s = 20.0
-        self._loading = False  # how that ends is the answer of `start_saved`
+        self._followed = False
+        self._loading = False  # how that ends is the answer of `take_up`
 
     # --- start ----------------------------------------------------------------------------------
 
-    async def start(self, argv: tuple[str, ...], begin: Begin, booted: Step | None = None) -> None:
+    async def start(self, launch: Launch, begin: Begin, booted: Step | None = None) -> None:
         """Start the monitor and boot the guest. Raises `Internal`, `Timeout`, `Unavailable`.
 
         `booted` is called when the agent answers and knows nothing yet.
         """
-        await self._run(argv)
+        await self._run(launch)
         try:
             async with asyncio.timeout(BOOT_S):
                 await self._connect(BOOT_S)
@@ -92,82 +95,112 @@ class GuestMachine:
             ) from error
         self._begin_to_follow()
 
-    async def start_saved(self, argv: tuple[str, ...], begin: Begin, load: Step) -> None:
-        """Start the monitor with a guest that `load` takes up. Raises `DSecError`, `OSError`.
+    async def take_up(self, launch: Launch, load: Step, op: str, told: Clock) -> None:
+        """Start the monitor with a saved guest that `load` takes up, and tell it by `op` what
+        it cannot know. Raises `DSecError`, `OSError`.
 
-        After a failure the monitor is gone and nothing was told: `start` is possible.
+        After a failure the monitor is gone: `start`, or another `take_up`, is possible.
         """
+        async with self._loaded(launch):
+            assert self._machine is not None
+            await load(self._machine)
+            met = await self._met(self._machine, ANSWER_S)
+            try:
+                await call(met, op, pack(_now(told)))
+            except BaseException:
+                met.close()
+                raise
+            if self.channel is None:
+                self.channel = AgentChannel.detached(self._lost)
+            self.channel.take_over(met)
+        self._begin_to_follow()
+
+    @contextlib.asynccontextmanager
+    async def _loaded(self, launch: Launch) -> AsyncIterator[None]:
+        """Start the monitor with a guest that is taken up, and stop it where that fails."""
         self._loading = True
-        await self._run(argv)
+        await self._run(launch)
         try:
             async with asyncio.timeout(LOAD_S):
-                self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
-                # the saved agent had a connection, and sees this one as the same
-                channel = await AgentChannel.adopt(
-                    await self._vmm.open_agent(self._root, self._plan), self._lost
-                )
-                try:
-                    await load(self._machine)
-                    await call(channel, "sys.ping", pack({}))
-                    await call(channel, "vm.begin", pack(_now(begin)))
-                except BaseException:
-                    channel.close()
-                    raise
+                self._machine = await self._vmm.connect(self._root, self.plan, self._heard)
+                yield
         except BaseException as error:
-            await self._stop_loading()
+            await self.end_monitor()
             if isinstance(error, TimeoutError):
                 raise Timeout(f"its agent did not answer in {LOAD_S:g} s") from error
             raise
-        self.channel, self._loading = channel, False
-        self._begin_to_follow()
+        self.paused = self._loading = False
 
-    async def _stop_loading(self) -> None:
+    async def end_monitor(self) -> None:
+        """Kill the monitor; calls wait for the next one."""
+        self._loading = True
+        gone = None if self.channel is None else self.channel.detach()
         if self._machine is not None:
             self._machine.close()
             self._machine = None
         for op in ("exec.kill", "exec.wait", "exec.forget"):
             with contextlib.suppress(NotFound, WrongState):
                 await call(self._jail, op, pack({"cid": VMM}))
-        self._loading = False
+        if gone is None:
+            self._loading = False
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await gone  # all that the guest had said has been heard
+        except TimeoutError as error:
+            raise Internal("the monitor ended, and its socket is open still") from error
 
-    async def _run(self, argv: tuple[str, ...]) -> None:
+    async def _run(self, launch: Launch) -> None:
         wanted = ExecArgs(
-            cid=VMM, argv=[word.encode() for word in argv], user=VMM_USER, background=True
+            cid=VMM,
+            argv=[word.encode() for word in launch.argv],
+            env=dict(launch.env),
+            user=VMM_USER,
+            background=True,
         )
         await call(self._jail, "exec.start", pack(wanted))
 
-    async def adopt(self, *, paused: bool) -> None:
+    async def adopt(self, *, saved: bool) -> None:
         """Take up a machine that an earlier daemon started. Raises `Unavailable`, `Timeout`.
 
-        One that is paused cannot answer: it is asked when it goes on.
+        Of one that is `saved` the monitor may have been about to be ended: it is.
         """
-        self.paused = paused
-        if paused:
-            stream = await self._vmm.open_agent(self._root, self._plan)
-            self.channel = await AgentChannel.adopt(stream, self._lost)
+        if saved:
+            self.paused = True
+            self.channel = AgentChannel.detached(self._lost)
+            await self.end_monitor()
             return
         try:
             async with asyncio.timeout(SILENT_S):
                 await self._connect(ANSWER_S)
+                assert self.channel is not None
+                await call(self.channel, "vm.clock", pack(clock()))
         except TimeoutError as error:
             raise Timeout("its agent does not answer") from error
         self._begin_to_follow()
 
     async def _connect(self, answer_s: float) -> None:
-        self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
-        await self._machine.boot(self._plan)
-        while (status := await self._machine.status()) in ("starting", "running"):
+        self._machine = await self._vmm.connect(self._root, self.plan, self._heard)
+        await self._machine.boot(self.plan)
+        if await self._machine.status() in ("paused", "saved"):
+            await self._machine.cont()  # an earlier daemon died while it saved it
+        met = await self._met(self._machine, answer_s)
+        self.channel = AgentChannel.detached(self._lost)
+        self.channel.take_over(met)
+
+    async def _met(self, machine: Machine, answer_s: float) -> AgentChannel:
+        """Return a connection to the guest's agent."""
+        while (status := await machine.status()) in ("starting", "running"):
             # bytes of an earlier connection may have been under way: then it takes another one
             with contextlib.suppress(TimeoutError, Unavailable):
-                self.channel = await self._open_agent(answer_s)
-                return
+                return await self._open_agent(answer_s)
             await asyncio.sleep(AGAIN_S)
         raise Unavailable(f"its machine is {status}")
 
     async def _open_agent(self, answer_s: float) -> AgentChannel:
         """Return a channel whose other end is at the beginning, too."""
-        stream = await self._vmm.open_agent(self._root, self._plan)
-        channel = await AgentChannel.adopt(stream, self._lost)
+        stream = await self._vmm.open_agent(self._root, self.plan)
+        channel = await AgentChannel.adopt(stream)
         try:
             async with asyncio.timeout(answer_s):
                 # drops calls of an earlier connection whose end the guest may not have seen
@@ -179,7 +212,9 @@ class GuestMachine:
 
     def _begin_to_follow(self) -> None:
         self._spawn(self._watch())
-        self._spawn(self._ping())
+        if not self._followed:
+            self._followed = True
+            self._spawn(self._ping())
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -220,7 +255,7 @@ class GuestMachine:
                     await self._explain("its agent does not answer")
                     return
             except DSecError:
-                return
+                continue  # it went back to a checkpoint, or its end is told elsewhere
             finally:
                 answer.cancel()
 
@@ -289,28 +324,59 @@ class GuestMachine:
 
     # --- asked from outside -----------------------------------------------------------------------
 
-    async def stop(self) -> None:
-        """Have the guest stand still, its clocks too."""
-        assert self._machine is not None
-        self.paused = True
-        await self._machine.stop()
+    @contextlib.asynccontextmanager
+    async def standing(self) -> AsyncIterator[Machine]:
+        """Have the guest stand still, its clocks too, with nothing on the way to its agent.
 
-    async def go_on(self) -> None:
-        """Let it go on, and tell it what time it is."""
-        adopted = self._machine is None
-        if self._machine is None:
-            self._machine = await self._vmm.connect(self._root, self._plan, self._heard)
-        await self._machine.cont()
-        self.paused = False
-        if adopted:
-            self._begin_to_follow()
-        if self.channel is not None:
-            async with asyncio.timeout(SILENT_S):
-                await call(self.channel, "vm.clock", pack(clock()))
+        It goes on afterwards, unless its monitor was ended. Raises `Timeout`, `Unavailable`.
+        """
+        machine, channel = self._machine, self.channel
+        if machine is None or channel is None:
+            raise Unavailable("the sandbox's agent cannot be reached")
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await stack.enter_async_context(channel.quiet())
+            except TimeoutError as error:
+                raise Timeout("its agent does not answer") from error
+            self.paused = True
+            try:
+                await machine.stop()
+                yield machine
+            finally:
+                if self._machine is machine:
+                    await machine.cont()
+                    self.paused = False
+
+    async def resume(self, launch: Launch, load: Step) -> None:
+        """Go on with a guest whose monitor was ended while it stood still; `load` takes it up.
+
+        Its calls go on, too. After a failure it may be tried again.
+        """
+        if not self._followed:  # of an earlier daemon
+            await self.take_up(launch, load, "vm.clock", clock())
+            return
+        assert self.channel is not None
+        async with self._loaded(launch):
+            assert self._machine is not None
+            await self.channel.attach(await self._vmm.open_agent(self._root, self.plan))
+            await load(self._machine)
+            await self.channel.call_ahead("vm.clock", pack(clock()))
+            self.channel.go_on()
+
+    def fail(self, reason: str) -> None:
+        """Say that the machine is over."""
+        self._spawn(self._explain(reason))
+
+    async def leave(self, reason: str) -> None:
+        """End the monitor and what is open in the guest, for `take_up` of another moment."""
+        assert self.channel is not None
+        self.channel.drop_calls(reason)
+        await self.end_monitor()
 
     async def shrink(self, want_bytes: int) -> None:
         """Have the guest give memory back; it may take it again. Raises as `Machine` does."""
-        plan = self._plan
+        plan = self.plan
         if self._machine is not None and plan.balloon and not self.paused:
             await microvm_memory.shrink(self._machine, plan.memory_bytes, want_bytes)
 
@@ -328,7 +394,7 @@ class GuestMachine:
             machine.close()
 
 
-def _now(begin: Begin) -> Begin:
-    """Return `begin` with the time and randomness of the moment in which it is sent."""
+def _now(told: T) -> T:
+    """Return it with the time and randomness of the moment in which it is sent."""
     now = clock()
-    return msgspec.structs.replace(begin, time_ns=now.time_ns, entropy=now.entropy)
+    return msgspec.structs.replace(told, time_ns=now.time_ns, entropy=now.entropy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -16,7 +17,7 @@ from dsecd.backends.inside import NO_NETWORK, generated_files, init_config
 from dsecd.backends.spec import Spec
 from dsecd.host import network_veth
 from dsecd.host.plan import Bind
-from dsecd.host.vm_plan import PMEM_ALIGN, Accel, Devices, VmLayer, VmNetwork, VmPlan
+from dsecd.host.vm_plan import PMEM_ALIGN, Accel, Devices, Ram, VmLayer, VmNetwork, VmPlan
 from dsecd.host.vmm_tree import VMM_UID
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config
@@ -27,6 +28,8 @@ from libdsec.errors import Unsupported
 MIB = 1 << 20
 VM = "/vm"  # in the jail: what is the machine's
 KERNEL, INITRD, UPPER, DATA = f"{VM}/kernel", f"{VM}/initrd", f"{VM}/upper.img", f"{VM}/data.img"
+RAM_INSIDE = f"{VM}/ram"  # of a branch; src/_fastpath/vmm/ram.c knows it, too
+BRANCH_RAM = Ram(path=RAM_INSIDE, shared=False, read_only=True)
 AGENT, CONTROL = f"{VM}/agent.sock", f"{VM}/control.sock"
 VMM_USER = "vmm"
 VMM = "vmm"  # the command's id in the jail
@@ -57,33 +60,37 @@ def _link(guest: GuestNetwork, interface: str) -> Link:
     )
 
 
-class Begin(msgspec.Struct, kw_only=True):
-    """Arguments of `vm.begin` (docs/protocol.md)."""
+class Clock(msgspec.Struct, kw_only=True):
+    """Arguments of `vm.clock`: what a guest that stood still cannot know (docs/protocol.md)."""
+
+    time_ns: int
+    entropy: bytes
+
+
+class Renew(Clock, kw_only=True):
+    """Arguments of `vm.renew`: who a guest is, of which there are others."""
+
+    files: list[tuple[str, bytes, int]]
+    hostname: str
+    network: Link | None
+    config: bytes
+
+
+class Begin(Renew, kw_only=True):
+    """Arguments of `vm.begin`."""
 
     layers: tuple[str, ...]  # devices, bottom first
     dax: bool
     upper: str
-    files: list[tuple[str, bytes, int]]
-    hostname: str
     pids: int
-    network: Link | None
-    time_ns: int
-    entropy: bytes
-    config: bytes
-
-
-class Clock(msgspec.Struct, kw_only=True):
-    """Arguments of `vm.clock`: what a guest that stood still cannot know."""
-
-    time_ns: int
-    entropy: bytes
 
 
 def clock() -> Clock:
     return Clock(time_ns=time.time_ns(), entropy=os.urandom(ENTROPY_BYTES))
 
 
-def _memory(spec: Spec) -> int:
+def memory_bytes(spec: Spec) -> int:
+    """Return the guest's memory, in steps that a machine can have."""
     return -(-spec.memory_bytes // PMEM_ALIGN) * PMEM_ALIGN
 
 
@@ -105,7 +112,7 @@ def jail_spec(
     devices = ("kvm",) if accel == "kvm" else ()
     return Spec(
         image=image,
-        memory_bytes=_memory(spec) + overhead_bytes,
+        memory_bytes=memory_bytes(spec) + overhead_bytes,
         cpu_cores=spec.cpu_cores,
         pids=VMM_PIDS + spec.vm.vcpus,
         disk_bytes=disk_bytes(spec) + VMM_DISK_BYTES,
@@ -142,9 +149,13 @@ def check_policy(policy: NetPolicy | None) -> None:
         )
 
 
-def binds(kernel: str, initrd: str, layers: tuple[FlatLayer, ...]) -> tuple[Bind, ...]:
+def binds(
+    kernel: str, initrd: str, layers: tuple[FlatLayer, ...], ram: Path | None = None
+) -> tuple[Bind, ...]:
     """Return what of the host the jail shows the monitor, read-only."""
     shown = [Bind(kernel, KERNEL), Bind(initrd, INITRD)]
+    if ram is not None:
+        shown.append(Bind(str(ram), RAM_INSIDE))
     shown += [Bind(layer.path, layer_path(number)) for number, layer in enumerate(layers)]
     return tuple(shown)
 
@@ -159,7 +170,7 @@ def vm_plan(
     """Return the machine, as the monitor finds things in its jail."""
     assert spec.vm is not None
     return VmPlan(
-        memory_bytes=_memory(spec),
+        memory_bytes=memory_bytes(spec),
         vcpus=spec.vm.vcpus,
         kernel=KERNEL,
         initrd=INITRD,
@@ -182,12 +193,21 @@ def vm_plan(
 def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance) -> Begin:
     """Return what the agent makes the sandbox of."""
     assert spec.vm is not None
-    now, guest = clock(), jail.guest
-    resolv_conf = guest.resolv_conf if guest else NO_NETWORK
+    identity = renew(sandbox, spec, defaults, devices, jail)
     return Begin(
         layers=devices.layers,
         dax=spec.vm.layers == "pmem",
         upper=devices.upper,
+        pids=spec.pids,
+        **msgspec.structs.asdict(identity),
+    )
+
+
+def renew(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance) -> Renew:
+    """Return what makes a sandbox of its own of one that was saved."""
+    now, guest = clock(), jail.guest
+    resolv_conf = guest.resolv_conf if guest else NO_NETWORK
+    return Renew(
         files=[
             (file.target, file.content, file.mode)
             for file in generated_files(
@@ -195,7 +215,6 @@ def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: In
             )
         ],
         hostname=spec.hostname,
-        pids=spec.pids,
         network=_link(guest, devices.network) if guest else None,
         time_ns=now.time_ns,
         entropy=now.entropy,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -23,13 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from dsecd.host import sparse, vm_disks, vm_ram
+from dsecd.backends.microvm_saved import SavedMachine
+from dsecd.host import sparse
 from dsecd.host.vm_plan import Machine, Vmm, VmPlan
 from libdsec.errors import DSecError
 
 logger = logging.getLogger("dsecd.microvm")
-RAM, STATE = "ram", "state"
-STATE_INSIDE = "/vm/state"  # in the jail, while it is written or read
 
 
 class Templates:
@@ -53,14 +51,14 @@ class Templates:
         for left in self._directory.glob(".*"):
             shutil.rmtree(left)
 
-    def find(self, key: str) -> Template | None:
+    def find(self, key: str) -> SavedMachine | None:
         """Return the template `key`, which counts as used now."""
         place = self._directory / key
         try:
             os.utime(place)
         except FileNotFoundError:
             return None
-        return Template(place)
+        return SavedMachine(place)
 
     def wanted(self, key: str) -> bool:
         """Whether a machine that boots is to become the template `key`."""
@@ -77,8 +75,7 @@ class Templates:
             place.mkdir(mode=0o700)
             await machine.stop()
             try:
-                await machine.save(STATE_INSIDE)
-                await asyncio.to_thread(_take, root, plan, machine, place)
+                await SavedMachine(place).take(root, plan, machine)
             finally:
                 await machine.cont()
             await asyncio.to_thread(self._keep, place, key)
@@ -98,30 +95,9 @@ class Templates:
         for oldest in there[: max(0, len(there) - self._limit)]:
             shutil.rmtree(oldest)
 
-    async def forget(self, template: Template) -> None:
+    async def forget(self, template: SavedMachine) -> None:
         """Remove one that did not work."""
         await asyncio.to_thread(shutil.rmtree, template.place, ignore_errors=True)
-
-
-class Template:
-    """A machine's memory and the state of its devices, in the directory `place`."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    async def load(self, root: Path, plan: VmPlan, machine: Machine) -> None:
-        """Take it up in `machine`, planned as `incoming`, which runs afterwards.
-
-        Raises `DSecError`, `OSError`.
-        """
-        fill = functools.partial(vm_ram.fill_ram, machine.pid, plan.memory_bytes, self.place / RAM)
-        await asyncio.to_thread(fill)
-        await asyncio.to_thread(vm_disks.place, root, STATE_INSIDE, self.place / STATE)
-        try:
-            await machine.load(STATE_INSIDE)
-        finally:
-            await asyncio.to_thread(vm_disks.remove, root, STATE_INSIDE)
-        await machine.cont()
 
 
 def key_of(
@@ -134,11 +110,3 @@ def key_of(
     """
     parts = (vmm.name, vmm.compile(plan).argv, layers, disks, made)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
-
-
-def _take(root: Path, plan: VmPlan, machine: Machine, place: Path) -> None:
-    try:
-        vm_disks.take(root, STATE_INSIDE, place / STATE)
-    finally:
-        vm_disks.remove(root, STATE_INSIDE)
-    vm_ram.take_ram(machine.pid, plan.memory_bytes, place / RAM)

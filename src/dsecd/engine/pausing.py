@@ -1,9 +1,10 @@
 """Pause and resume.
 
-A paused sandbox stands still and its memory is paged out. Whoever calls into it has it resumed: the
-call is sent at once and waits with its agent, so nothing is queued here. All who ask for that
-meanwhile share one resumption. Both ways are taken under the sandbox's lock, beside checkpoints and
-packs; paging out is not, so that a call that arrives during it does not wait for its end.
+A paused sandbox stands still and its memory is paged out, unless its backend saves it elsewhere.
+Whoever calls into it has it resumed: the call is sent at once and waits with its agent, so nothing
+is queued here. All who ask for that meanwhile share one resumption. Both ways are taken under the
+sandbox's lock, beside checkpoints and packs; paging out is not, so that a call that arrives during
+it does not wait for its end.
 
 A sandbox that its caller paused has no idle timeout until it is resumed; one that the daemon paused
 for being idle keeps it. Its maximum lifetime runs on in any case.
@@ -142,7 +143,8 @@ async def _shrink(manager: Manager, sandbox: Sandbox, before: int, target_bytes:
     """Page out step by step, for as long as it stays paused; returns what that gave."""
     backend, handle = sandbox.backend, _alive(sandbox)
     now, notes = backend.warmth(handle).memory_bytes, list[str]()
-    while sandbox.state == "paused" and now > target_bytes and backend.capabilities.trim:
+    pages = backend.capabilities.trim and not backend.capabilities.pause_frees
+    while sandbox.state == "paused" and now > target_bytes and pages:
         step = min(now - target_bytes, STEP_BYTES)
         freed = await backend.trim(handle, step)
         if sandbox.state != "paused":
@@ -153,9 +155,9 @@ async def _shrink(manager: Manager, sandbox: Sandbox, before: int, target_bytes:
     handle = _alive(sandbox)
     if sandbox.state != "paused":
         notes.append("a call resumed it meanwhile")
-    elif now > target_bytes and not manager.admission.reading().swap_total_bytes:
+    elif now > target_bytes and pages and not manager.admission.reading().swap_total_bytes:
         notes.append("the host has no swap: only what files hold could go (reclaim.swap)")
-    elif now > target_bytes > 0:
+    elif now > target_bytes > 0 and pages:
         notes.append("no more of its memory could go")
     usage = await backend.usage(handle)
     return Paused(

@@ -132,6 +132,8 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     sandbox.started, sandbox.idle_s = born, row.idle_s
     manager.start_clocks(sandbox, born)
     sandbox.oom_kills = backend.oom_kills(instance.handle)
+    if instance.handle != handle:  # it finished what an earlier daemon had begun
+        await manager.journal.write(sandbox.row("running", claimed=row.claimed))
     if row.paused_by and not instance.paused:  # it was resumed last, and that was not written yet
         manager.journal.post(sandbox.row("running", claimed=row.claimed))
     if row.cpu_class is not None or sandbox.cpu_class != "standard":

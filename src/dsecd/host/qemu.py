@@ -41,6 +41,8 @@ _MACHINE = (
     "q35,memory-backend=ram,graphics=off,usb=off,sata=off,smbus=off,i8042=off,vmport=off,smm=off,"
     "dump-guest-core=off"
 )
+# In the jail; for memory that is copied on write from a file which is only read.
+RAM_LIBRARY = "/usr/lib/dsec-ram.so"
 _FIXED = (
     "-nodefaults", "-no-user-config", "-display", "none",
     "-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
@@ -68,7 +70,11 @@ class Qemu:
                 f"{len(plan.layers)} layers; a machine has place for {LAYERS_MOST}: collapse some",
                 field="layers",
             )
-        return Launch(argv=(self._program, *_arguments(plan)), devices=Devices.of(plan))
+        return Launch(
+            argv=(self._program, *_arguments(plan)),
+            devices=Devices.of(plan),
+            env={"LD_PRELOAD": RAM_LIBRARY} if plan.ram.read_only else {},
+        )
 
     def overhead_bytes(self, plan: VmPlan) -> int:
         """See `Vmm`."""
@@ -124,7 +130,8 @@ def _memory(plan: VmPlan) -> list[str]:
     size = f"size={plan.memory_bytes}"
     limit = f",maxmem={plan.memory_bytes + mapped}" if mapped else ""
     if plan.ram.path:
-        share = "on" if plan.ram.shared else "off"
+        # one that is only read is taken for shared, so that it is not in what `save` writes
+        share = "on" if plan.ram.shared or plan.ram.read_only else "off"
         path = _value(plan.ram.path)
         ram = f"memory-backend-file,id=ram,{size},mem-path={path},share={share}"
     else:

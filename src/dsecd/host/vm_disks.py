@@ -63,6 +63,15 @@ def take(root: Path, path: str, to: Path) -> None:
         os.close(fd)
 
 
+def used_bytes(root: Path, path: str) -> int:
+    """Return how much of the disk the file `path` takes. Raises `OSError`."""
+    fd = open_inside(root, path, os.O_PATH | os.O_NOFOLLOW)
+    try:
+        return os.fstat(fd).st_blocks * 512
+    finally:
+        os.close(fd)
+
+
 def remove(root: Path, path: str) -> None:
     """Remove the file `path` where there is one. Raises `OSError`."""
     directory = open_inside(root, str(Path(path).parent), os.O_PATH | os.O_DIRECTORY)

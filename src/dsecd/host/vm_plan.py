@@ -58,10 +58,12 @@ class Ram(msgspec.Struct, frozen=True, kw_only=True):
     """Where the guest's memory lies: anonymous, or a file of just its size.
 
     A file that is not `shared` is mapped copy-on-write: many machines may stand on one snapshot.
+    With `read_only` the VMM cannot write to it either; what the guest gives back is its own copy.
     """
 
     path: str = ""
     shared: bool = True
+    read_only: bool = False
 
 
 class VmNetwork(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +140,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     argv: tuple[str, ...]
     devices: Devices
+    env: Mapping[str, str] = {}
 
 
 Status = Literal[
@@ -226,8 +229,9 @@ class Machine(Protocol):
     async def save(self, state: str) -> None:
         """Write the state of a stopped machine to the new file `state`.
 
-        Its RAM is not in there: it is the plan's file, which must be shared. A VMM that lacks
-        `ram_file` writes it to ``<state>.ram``. Disks, and files after a failure, are the caller's.
+        Its RAM is not in there: it is the plan's file, which must be shared or `read_only`. A VMM
+        that lacks `ram_file` writes it to ``<state>.ram``. Disks, and files after a failure, are
+        the caller's.
         """
 
     async def load(self, state: str) -> None:
@@ -279,11 +283,15 @@ def check(plan: VmPlan) -> None:
         raise InvalidArgument(
             "free page reporting is done by the balloon device", field="free_page_reporting"
         )
-    if plan.ram.shared:
+    if plan.ram.shared and not plan.ram.read_only:
         return
-    if not plan.ram.path:
-        raise InvalidArgument("memory that is not shared needs a file to stand on", field="ram")
-    if plan.balloon:
+    if plan.ram.shared or not plan.ram.path:
+        raise InvalidArgument(
+            "memory that is not shared needs a file to stand on, and one that is only read is "
+            "never shared",
+            field="ram",
+        )
+    if plan.balloon and not plan.ram.read_only:
         # to discard is to punch a hole, in QEMU 7.2 into the file itself
         raise InvalidArgument(
             f"memory on {plan.ram.path} is copied on write: a balloon would take pages out of the "

@@ -28,6 +28,11 @@ def take_ram(pid: int, size: int, to: Path) -> None:
     sparse.copy_sparse(_memory_file(pid, size), to)
 
 
+def used_bytes(pid: int, size: int) -> int:
+    """Return how much of it was ever touched, as `take_ram` copies. Raises as that does."""
+    return _memory_file(pid, size).stat().st_blocks * 512
+
+
 def fill_ram(pid: int, size: int, source: Path) -> None:
     """Write `source` into the untouched memory of the monitor `pid`; its cgroup pays for it.
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from dsecd.host import binaries
+from dsecd.host.qemu import RAM_LIBRARY
 from libdsec.errors import Internal, Unsupported
 
 PROGRAM = Path("/usr/bin/qemu-system-x86_64")
@@ -85,6 +87,7 @@ def survey(program: Path = PROGRAM) -> Tree:
     directory = _within_usr(place.parent.resolve())
     parts = [
         Part("usr/bin/" + PROGRAM.name, program.resolve()),
+        Part(RAM_LIBRARY.lstrip("/"), binaries.find("", Path(RAM_LIBRARY).name)),
         Part(_within_usr(loader), loader.resolve()),
         *(Part(f"{directory}/{name}", path.resolve()) for name, path in libraries.items()),
         *(Part(f"{directory}/qemu/{path.name}", path.resolve()) for path in modules),
