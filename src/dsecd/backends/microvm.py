@@ -104,12 +104,14 @@ class MicroVMBackend:
         self._listener = listener
         await self._host.start()
         able = self._jail.capabilities
+        alone, with_cpu = (self._host.vmm.overhead_bytes(self._host.accel, n) for n in (0, 1))
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
             shell=True, trim=able.trim, pause=able.pause,
             network=able.network,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2, files_ruled=able.files_ruled,
+            memory_each=alone, memory_each_cpu=with_cpu - alone,  # the monitor's
             # on what the guest sends; the others know processes and files of this kernel
             mechanisms=tuple(name for name in able.mechanisms if name in MECHANISMS),
         )  # fmt: skip
@@ -162,7 +164,13 @@ class MicroVMBackend:
         defaults, digests, files = found
         check_policy(spec.policy.net if spec.policy is not None else None)
         plan = self._host.checked(
-            vm_plan(spec, files, command_line=self._host.command_line, accel=self._host.accel)
+            vm_plan(
+                spec,
+                files,
+                command_line=self._host.command_line,
+                accel=self._host.accel,
+                reporting=self._host.reporting,
+            )
         )
         for digest in digests:
             self._host.flats.acquire(digest)
@@ -189,7 +197,7 @@ class MicroVMBackend:
             spec,
             host.jail_image,
             accel=plan.accel,
-            overhead_bytes=host.vmm.overhead_bytes(plan),
+            overhead_bytes=host.vmm.overhead_bytes(plan.accel, plan.vcpus),
             binds=binds(str(host.kernel), str(host.initrd), files),
         )
 
@@ -224,7 +232,7 @@ class MicroVMBackend:
         host, plan, templates = self._host, holding.held.plan, self._host.templates
         key = host.template_key(plan, spec, holding.held.layers)
         devices = host.vmm.compile(plan).devices
-        told = begin(machine.sandbox, spec, holding.defaults, devices, jail)
+        told = begin(machine.sandbox, spec, holding.defaults, devices, jail, host.min_age_s)
         template = templates.find(key)
         if template is not None:
             waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))

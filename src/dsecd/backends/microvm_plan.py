@@ -57,6 +57,14 @@ def _link(guest: GuestNetwork, interface: str) -> Link:
     )
 
 
+class Reclaim(msgspec.Struct, kw_only=True):
+    """What the guest has not used for so long it gives up; `swap_bytes` of anonymous memory have
+    room, compressed."""
+
+    min_age_s: int
+    swap_bytes: int
+
+
 class Begin(msgspec.Struct, kw_only=True):
     """Arguments of `vm.begin` (docs/protocol.md)."""
 
@@ -67,6 +75,7 @@ class Begin(msgspec.Struct, kw_only=True):
     hostname: str
     pids: int
     network: Link | None
+    reclaim: Reclaim | None
     time_ns: int
     entropy: bytes
     config: bytes
@@ -154,8 +163,9 @@ def layer_path(number: int) -> str:
 
 
 def vm_plan(
-    spec: Spec, layers: tuple[FlatLayer, ...], *, command_line: str, accel: Accel
-) -> VmPlan:
+    spec: Spec, layers: tuple[FlatLayer, ...], *, command_line: str, accel: Accel,
+    reporting: bool = True,
+) -> VmPlan:  # fmt: skip
     """Return the machine, as the monitor finds things in its jail."""
     assert spec.vm is not None
     return VmPlan(
@@ -176,10 +186,14 @@ def vm_plan(
         agent_socket=AGENT,
         control_socket=CONTROL,
         accel=accel,
+        free_page_reporting=reporting,
     )
 
 
-def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance) -> Begin:
+def begin(
+    sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance,
+    min_age_s: int = 0,
+) -> Begin:  # fmt: skip
     """Return what the agent makes the sandbox of."""
     assert spec.vm is not None
     now, guest = clock(), jail.guest
@@ -197,6 +211,7 @@ def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: In
         hostname=spec.hostname,
         pids=spec.pids,
         network=_link(guest, devices.network) if guest else None,
+        reclaim=Reclaim(min_age_s=min_age_s, swap_bytes=_memory(spec) // 2) if min_age_s else None,
         time_ns=now.time_ns,
         entropy=now.entropy,
         config=init_config(sandbox, spec, defaults, caps=ALL_CAPABILITIES),
