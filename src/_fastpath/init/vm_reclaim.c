@@ -67,7 +67,7 @@ static int swap_start(uint64_t size)
         return -errno;
     error = write_swap_header(fd, size, page);
     close(fd);
-    if (!error && swapon(ZRAM, SWAP_FLAG_DISCARD) < 0)
+    if (!error && swapon(ZRAM, 0) < 0)
         error = -errno;
     return error;
 }
