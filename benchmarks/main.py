@@ -17,10 +17,11 @@ from dsec_bench.peers.drivers import PEERS
 from dsec_bench.policy import POLICY
 from dsec_bench.progress import Steps
 from dsec_bench.report import Report, show
+from dsec_bench.vm import VM
 from rich.console import Console
 
 PIPE_WIDTH = 130
-BENCHES: tuple[Bench, ...] = (CREATE, IMAGES, POLICY, DENSITY)
+BENCHES: tuple[Bench, ...] = (CREATE, IMAGES, POLICY, DENSITY, VM)
 
 
 def execute(bench: Bench, options: Options, json_file: Path | None, plot: Path | None) -> int:

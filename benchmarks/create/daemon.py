@@ -21,6 +21,7 @@ STOP_S = 120.0
 UID_RANGE_START = 0x90000000
 UID_RANGES = 4096
 NO_SWAP = 'swap = "off"'  # of [reclaim]
+NO_VM = 'enabled = "no"'  # of [vm]
 
 
 class DaemonError(Exception):
@@ -32,7 +33,9 @@ def zram(size_mb: int) -> str:
     return f'swap = "zram"\nswap_mb = {size_mb}'
 
 
-def configuration(name: str, run: Path, state: Path, serial: int, reclaim: str = NO_SWAP) -> str:
+def configuration(
+    name: str, run: Path, state: Path, serial: int, reclaim: str = NO_SWAP, vm: str = NO_VM
+) -> str:
     """Return the TOML text of daemon number `serial` of this bench, called `name`. Pure."""
     start = UID_RANGE_START + serial * (UID_RANGES << 16)
     return f"""\
@@ -55,20 +58,23 @@ pool4 = "10.{230 + serial}.0.0/16"
 pool6 = "fd5d:ec:{serial + 1:x}::/64"
 [reclaim]
 {reclaim}
+[vm]
+{vm}
 """
 
 
 class Daemon:
     """dsecd as a child process. `open` starts it, `kill` is SIGKILL, `close` leaves nothing.
 
-    `reclaim` has the lines of that table of its configuration: no swap if not told otherwise.
+    `reclaim` and `vm` have the lines of these tables of its configuration: no swap and no microVMs
+    if not told otherwise.
     """
 
-    def __init__(self, serial: int = 0, reclaim: str = NO_SWAP) -> None:
+    def __init__(self, serial: int = 0, reclaim: str = NO_SWAP, vm: str = NO_VM) -> None:
         self.name = cgroups.own_group(f"-{serial}")
         self.run = leftovers.RUN / self.name
         self.state = Path()
-        self._serial, self._reclaim = serial, reclaim
+        self._serial, self._tables = serial, (reclaim, vm)
         self._config = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -95,7 +101,7 @@ class Daemon:
         """Make the paths and the configuration, but start nothing."""
         self.state = Path(mkdtemp(prefix=f"{self.name}-", dir=leftovers.TEMPORARY))
         self._config = self.state / "dsecd.toml"
-        text = configuration(self.name, self.run, self.kept, self._serial, self._reclaim)
+        text = configuration(self.name, self.run, self.kept, self._serial, *self._tables)
         self._config.write_text(text)
 
     def start(self) -> None:

@@ -25,6 +25,7 @@ from dsecd.images.manifest import Manifest
 from libdsec.errors import NotFound
 
 HOST_STATE = Path("/var/lib/dsec")  # of the host's own daemon
+DATA = Path("/data")
 NAME = "bench/root:1"  # in a store of the bench's
 
 
@@ -58,6 +59,15 @@ def python_root(stack: contextlib.ExitStack) -> Root:
     """Return a root with a few of the host's programs and its Python."""
     with small_root(python=True) as tree:
         return _made(tree, "the host's Python", stack)
+
+
+def data_root(size: int, stack: contextlib.ExitStack) -> Root:
+    """Return a root with a few of the host's programs and `DATA`, a file of `size` random bytes."""
+    with small_root() as tree:
+        with tree.joinpath(DATA.relative_to("/")).open("wb") as file:
+            for _ in range(size >> 20):
+                file.write(os.urandom(1 << 20))
+        return _made(tree, f"a few programs of the host, {size >> 20} MiB of data", stack)
 
 
 def root_of(sdk: Sdk, options: Options, stack: contextlib.ExitStack) -> Root:

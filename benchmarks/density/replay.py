@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -112,16 +112,31 @@ class Result:
         return statistics.median(of(on) / of(off) - 1 for off, on in pairs)
 
 
-def calibrate(sdk: Sdk) -> float:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What lives are lived in, and the program of the agent."""
+
+    create: Callable[[Sdk], Awaitable[Sandbox]]
+    agent: str = AGENT
+
+
+async def _container(sdk: Sdk) -> Sandbox:
+    return await sdk.client.run_container(sdk.args)
+
+
+CONTAINERS = Kind(_container)
+
+
+def calibrate(sdk: Sdk, kind: Kind = CONTAINERS) -> float:
     """Return how many steps are a second of CPU time, in a sandbox that nobody disturbs."""
     try:
-        return sdk.run(_calibrate(sdk))
+        return sdk.run(_calibrate(sdk, kind))
     finally:
         sdk.stop_all()
 
 
-async def _calibrate(sdk: Sdk) -> float:
-    sandbox = await sdk.client.run_container(sdk.args)
+async def _calibrate(sdk: Sdk, kind: Kind) -> float:
+    sandbox = await kind.create(sdk)
     done = await sandbox.run(str(PYTHON), "-I", "-c", CALIBRATE)
     if done.exit_code != 0:
         raise Wrong(f"the calibration ended with {done}")
@@ -134,6 +149,7 @@ def measure(
     steps_per_s: float,
     look: Callable[[], Footprint],
     on_done: Callable[[], None],
+    kind: Kind = CONTAINERS,
 ) -> Run:
     """Have `lives` lived, and `look` at what they hold. `on_done` is called after each life.
 
@@ -141,7 +157,7 @@ def measure(
     """
     run = Run()
     try:
-        sdk.run(_replay(sdk, lives, steps_per_s, look, run, on_done))
+        sdk.run(_replay(sdk, lives, steps_per_s, look, run, on_done, kind))
     finally:
         sdk.stop_all()
     return run
@@ -154,13 +170,14 @@ async def _replay(
     look: Callable[[], Footprint],
     run: Run,
     on_done: Callable[[], None],
+    kind: Kind,
 ) -> None:
     begin = time.perf_counter()
     async with asyncio.TaskGroup() as whole:
         watching = whole.create_task(_watch(look, begin, run))
         async with asyncio.TaskGroup() as living:
             for life in lives:
-                living.create_task(_live(sdk, life, steps_per_s, begin, run, on_done))
+                living.create_task(_live(sdk, life, steps_per_s, begin, run, on_done, kind))
         watching.cancel()
     run.makespan_s = time.perf_counter() - begin
     run.seen.append((run.makespan_s, look()))
@@ -173,13 +190,14 @@ async def _watch(look: Callable[[], Footprint], begin: float, run: Run) -> None:
 
 
 async def _live(
-    sdk: Sdk, life: Life, steps_per_s: float, begin: float, run: Run, on_done: Callable[[], None]
-) -> None:
+    sdk: Sdk, life: Life, steps_per_s: float, begin: float, run: Run, on_done: Callable[[], None],
+    kind: Kind,
+) -> None:  # fmt: skip
     """One sandbox, from its create to its end."""
     await asyncio.sleep(begin + life.start_s - time.perf_counter())
     born = time.perf_counter()
-    sandbox = await sdk.client.run_container(sdk.args)
-    words = [str(PYTHON), "-I", "-c", AGENT, str(life.held_mib)]
+    sandbox = await kind.create(sdk)
+    words = [str(PYTHON), "-I", "-c", kind.agent, str(life.held_mib)]
     agent = await sandbox.commands.run(words, background=True, stdin=True)
     await _hear(agent, "ready")
     for turn in life.turns:

@@ -22,6 +22,7 @@ from libdsec.errors import InvalidArgument
 
 DEFAULT_FILE = Path("/etc/dsec/dsecd.toml")
 RANGE_SIZE = 65536  # host ids per sandbox
+DAY_S = 86400
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,7 +190,9 @@ class Vm(_Section, frozen=True):
     `accel` auto: KVM where a guest boots with it. `layers_cache_mb` bounds the copies of layers
     that are made for guests to map; 0: no bound. `templates`: how many saved machines are kept for
     others to start from; 0: every machine boots. `ping_s`: how often a guest is asked whether it
-    still answers; one that halted tells nobody.
+    still answers; one that halted tells nobody. `free_page_reporting`: what a guest frees goes back
+    to the host, and so does, anonymous memory compressed, what it has not used for
+    `damon_min_age_s`; 0: that it keeps.
     """
 
     enabled: Literal["auto", "yes", "no"] = "auto"
@@ -199,6 +202,8 @@ class Vm(_Section, frozen=True):
     layers_cache_mb: int = 0
     ping_s: float = 20.0
     templates: int = 16
+    free_page_reporting: bool = True
+    damon_min_age_s: int = 60
 
 
 class FnCall(_Section, frozen=True):
@@ -364,6 +369,10 @@ def _check_vm(vm: Vm) -> None:
         raise InvalidArgument("vm.layers_cache_mb must not be below 0", field="vm.layers_cache_mb")
     if vm.ping_s <= 0:
         raise InvalidArgument("vm.ping_s must be above 0", field="vm.ping_s")
+    if not 0 <= vm.damon_min_age_s <= DAY_S:
+        raise InvalidArgument(
+            f"vm.damon_min_age_s must be 0 to {DAY_S}", field="vm.damon_min_age_s"
+        )
 
 
 _POSITIVE = (

@@ -28,7 +28,7 @@ CLOCK = {"time_ns": 1, "entropy": b"e" * 64}
 MACHINE = {
     "layers": ["/dev/a", "/dev/b"], "dax": True, "upper": "/dev/c", "pids": 1, "hostname": "h",
     "files": [["etc/a", b"x", 0o644]], "config": msgspec.msgpack.encode(CONFIG),
-    "network": NETWORK, **CLOCK,
+    "network": NETWORK, "reclaim": {"min_age_s": 9, "swap_bytes": 1}, **CLOCK,
 }  # fmt: skip
 REQUESTS: list[tuple[str, object]] = [
     ("sys.ping", {"first": True}),

@@ -153,6 +153,7 @@ async def test_what_is_wrong_with_the_arguments_is_named(fresh: Guest, waiting: 
             network | {"mtu": 67},
             network | {"more": 1},
         ],
+        "reclaim": [{}, {"min_age_s": 0}, {"min_age_s": 86401}, {"min_age_s": 1, "more": 1}],
     }
     for field, values in wrong.items():
         for value in values:

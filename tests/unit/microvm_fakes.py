@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 
 from dsecd.backends.fake import FakeCall, FakeSandbox
-from dsecd.host.vm_plan import Devices, Lack, Launch, OnEvent, Status, VmEvent, VmMemory, VmPlan
+from dsecd.host.vm_plan import (
+    Accel,
+    Devices,
+    Lack,
+    Launch,
+    OnEvent,
+    Status,
+    VmEvent,
+    VmMemory,
+    VmPlan,
+)
 from libdsec.errors import DSecError, Unavailable, to_wire
 from libdsec.wire import Failure, Item, Reply, Request, Splitter, encode, pack
 
@@ -137,8 +147,8 @@ class FakeVmm:
         layers = tuple(f"/dev/pmem{number}" for number in range(len(plan.layers)))
         return Launch(argv=("true",), devices=Devices(layers=layers, upper="/dev/vda"))
 
-    def overhead_bytes(self, plan: VmPlan) -> int:
-        return 100 << 20
+    def overhead_bytes(self, accel: Accel, vcpus: int) -> int:
+        return (80 + 10 * vcpus) << 20
 
     async def connect(
         self, root: Path, plan: VmPlan, on_event: OnEvent, timeout_s: float = 10.0

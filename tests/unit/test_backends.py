@@ -284,6 +284,28 @@ async def test_memory_is_taken_from_those_that_can_give_it() -> None:
         assert not (await subject.round()).decisions
 
 
+def test_memory_is_counted_with_what_the_backend_needs_beside() -> None:
+    host = QuietHost()
+    able = {
+        "container": Capabilities(),
+        "microvm": Capabilities(memory_each=100 << 20, memory_each_cpu=10 << 20),
+    }
+    args = DSecContainerRunArgs(container_image="x", memory_limit_mb=256)
+    admission = Admission(Limits(), host, able)
+    admission.take(compile_spec("s-n-1-a", args), 0)
+    assert admission.memory_requested == 256 << 20
+    guest = compile_spec("s-n-1-b", args, kind=Kind(backend="microvm", vm=VmArgs(vcpus=2)))
+    admission.take(guest, 0)
+    assert admission.memory_requested == (256 + 256 + 100 + 20) << 20
+    admission.give_back(guest)
+    assert admission.memory_requested == 256 << 20
+    # room for both limits, not for the monitor
+    tight = Admission(Limits(memory_overcommit=600 / (64 << 10)), host, able)
+    tight.take(compile_spec("s-n-1-c", args), 0)
+    with pytest.raises(Exhausted, match="are promised"):
+        tight.take(guest, 0)
+
+
 def test_descriptors_are_counted_by_what_the_backend_costs() -> None:
     host = QuietHost()
     host.files_max = FILES_RESERVE + 20

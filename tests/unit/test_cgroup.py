@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.host.cgroup import HybridDriver, SandboxCgroup, Slot, UnifiedDriver, Usage, detect
+from dsecd.host import mountinfo
+from dsecd.host.cgroup import (
+    HybridDriver,
+    SandboxCgroup,
+    Slot,
+    UnifiedDriver,
+    Usage,
+    detect,
+    members_of,
+)
 from dsecd.host.kernelfs import KernelFiles
 from libdsec.errors import AlreadyExists, Internal, InvalidArgument, NotFound, Unsupported
 from tests.unit.cgroup_lab import V1_FILES, TwinFiles, detected, placed, read
@@ -289,3 +298,31 @@ def test_a_kernel_without_cpu_idle_or_bursts_is_said(v2: TwinFiles) -> None:
     assert read(cgroup.path, "cpu.weight") == ["1"]
     (missing,) = driver.set_cpu_class(cgroup, None, "latency_sensitive")
     assert "burst" in missing
+
+
+# --- whom memory is charged to ----------------------------------------------------------------
+
+MOUNTS = """\
+30 25 0:27 / /sys/fs/cgroup rw - tmpfs tmpfs rw
+31 30 0:28 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+32 30 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
+33 30 0:30 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+"""
+OF_PART = "31 30 0:28 /outer /elsewhere rw - cgroup2 cgroup2 rw\n"
+
+
+@pytest.mark.parametrize(
+    ("mounts", "text", "members"),
+    [
+        (MOUNTS, "4:cpu,cpuacct:/a\n3:memory:/dsec/b\n0::/c\n", "/sys/fs/cgroup/memory/dsec/b"),
+        (MOUNTS, "4:cpu,cpuacct:/a\n0::/dsec/c\n", "/sys/fs/cgroup/unified/dsec/c"),
+        (OF_PART, "0::/outer/dsec/c\n", "/elsewhere/dsec/c"),
+        (OF_PART, "0::/other/c\n", None),
+        (OF_PART, "3:memory:/outer/b\n0::/outer/c\n", None),
+    ],
+)
+def test_memory_is_charged_where_its_controller_is(
+    mounts: str, text: str, members: str | None
+) -> None:
+    found = members_of(text, mountinfo.parse(mounts))
+    assert found == (Path(members, "cgroup.procs") if members else None)

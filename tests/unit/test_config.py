@@ -55,6 +55,7 @@ def test_a_misspelt_key_is_refused_with_the_closest_name() -> None:
         ('[vm]\nqemu = ""', "vm.qemu"),
         ("[vm]\nlayers_cache_mb = -1", "vm.layers_cache_mb"),
         ("[vm]\ntemplates = -1", "vm.templates"),
+        ("[vm]\ndamon_min_age_s = 86401", "vm.damon_min_age_s"),
         ('[vm]\naccel = "xen"', "config"),
         ("[limits]\nsandboxes = 'many'", "config"),
         ("node = ", "config"),

@@ -51,6 +51,7 @@ async def test_the_guest_gets_what_was_asked_for_and_what_its_image_says(bed: Be
     assert (config["env"]["MINE"], config["workdir"]) == ("1", "/w")
     assert {name for name, _, _ in begun["files"]} >= {"etc/hosts", "etc/machine-id"}
     assert begun["dax"] is True
+    assert begun["reclaim"] == {"min_age_s": 60, "swap_bytes": 65 * MIB}
 
 
 async def test_its_disks_lie_in_the_jail_and_belong_to_the_monitor(bed: Bed) -> None:

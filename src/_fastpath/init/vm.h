@@ -45,6 +45,7 @@ int vm_files_write(struct vm_build *build, const struct vm_args *args);
 int vm_loopback_up(void);
 /* In the place of what it did before. */
 int vm_network_up(const struct vm_network *network);
+int vm_reclaim_start(uint32_t min_age_s, uint64_t swap_bytes);
 
 /* vm_clock.c */
 int vm_random_open(void);
@@ -55,6 +56,8 @@ int vm_entropy_add(struct mp_bytes entropy);
 int vm_kills_open(void);
 int vm_kills_follow(void);
 
+/* Write to a file of the kernel. */
+int vm_write(const char *path, const char *text);
 /* Mount `type` at `path`, which is made if need be. */
 int vm_mount(const char *type, const char *path, unsigned long flags, const char *options);
 /* Move `fd` to the place `number`, which is in use. Takes `fd`, which may be an error. */

@@ -184,6 +184,26 @@ static const char *read_network(struct mp_bytes raw, struct vm_network *out)
     return NULL;
 }
 
+struct reclaim_fields {
+    struct opt_u64 min_age_s, swap_bytes;
+};
+
+static const char *read_reclaim(struct mp_bytes raw, struct vm_args *out)
+{
+    static const struct field fields[] = {
+        FIELD(struct reclaim_fields, "min_age_s", min_age_s, NUMBER),
+        FIELD(struct reclaim_fields, "swap_bytes", swap_bytes, NUMBER),
+    };
+    struct reclaim_fields given = { 0 };
+    if (fields_parse(raw, fields, COUNT(fields), NULL, &given))
+        return "field \"reclaim\" is malformed";
+    if (!given.min_age_s.value || given.min_age_s.value > VM_AGE_MAX)
+        return "field \"reclaim.min_age_s\" is not 1 to 86400";
+    out->min_age_s = (uint32_t)given.min_age_s.value;
+    out->swap_bytes = given.swap_bytes.value;
+    return NULL;
+}
+
 static const char *check_clock(const struct vm_args *args)
 {
     if (!args->time_ns.set || args->time_ns.value > INT64_MAX)
@@ -215,6 +235,7 @@ const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
         FIELD(struct vm_args, "hostname", hostname, NAME),
         FIELD(struct vm_args, "pids", pids, NUMBER),
         FIELD(struct vm_args, "network", network_raw, RAW),
+        FIELD(struct vm_args, "reclaim", reclaim_raw, RAW),
         FIELD(struct vm_args, "time_ns", time_ns, NUMBER),
         FIELD(struct vm_args, "entropy", entropy, DATA),
         FIELD(struct vm_args, "config", config, DATA),
@@ -229,7 +250,8 @@ const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
         return "field \"upper\" is not a path below /dev";
     if (!out->pids.set || !out->pids.value)
         return "field \"pids\" is missing or 0";
-    return check_identity(out);
+    problem = out->reclaim_raw.p ? read_reclaim(out->reclaim_raw, out) : NULL;
+    return problem ? problem : check_identity(out);
 }
 
 const char *args_vm_renew(struct mp_bytes raw, struct vm_args *out)

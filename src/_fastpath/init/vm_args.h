@@ -9,6 +9,7 @@
 #define VM_GATEWAYS 4
 #define VM_NEIGHBOURS 4
 #define VM_ENTROPY 64 /* bytes */
+#define VM_AGE_MAX 86400 /* seconds */
 
 struct vm_address {
     int family; /* AF_INET or AF_INET6 */
@@ -36,9 +37,11 @@ struct vm_file {
 
 struct vm_args {
     struct mp_bytes upper, hostname, entropy, config;
-    struct mp_bytes layers, files, network_raw; /* still encoded */
+    struct mp_bytes layers, files, network_raw, reclaim_raw; /* still encoded */
     struct opt_u64 pids, time_ns;
     struct vm_network network;
+    uint32_t min_age_s;     /* memory not used for so long is given up; 0: none is */
+    uint64_t swap_bytes; /* room for anonymous memory, compressed; 0: it stays */
     bool dax;
 };
 

@@ -9,7 +9,7 @@
 
 #define CGROUP "/sys/fs/cgroup/dsec"
 
-static int write_text(const char *path, const char *text)
+int vm_write(const char *path, const char *text)
 {
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0)
@@ -24,11 +24,11 @@ static int make_cgroup(uint64_t pids)
 {
     char limit[32];
     snprintf(limit, sizeof limit, "%llu", (unsigned long long)pids);
-    int error = write_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu");
+    int error = vm_write("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu");
     if (!error && mkdir(CGROUP, 0755) < 0)
         error = -errno;
     if (!error)
-        error = write_text(CGROUP "/pids.max", limit);
+        error = vm_write(CGROUP "/pids.max", limit);
     if (error)
         return error;
     int fd = open(CGROUP, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -54,6 +54,7 @@ int vm_build(struct vm_build *build, const struct vm_args *args)
     STEP(s, "oom_kills", vm_kills_follow());
     STEP(s, "loopback", vm_loopback_up());
     STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
+    STEP(s, "reclaim", args->min_age_s ? vm_reclaim_start(args->min_age_s, args->swap_bytes) : 0);
     config.has_cgroup = config.has_spool = config.has_upper = config.has_shell = true;
     return enter_step(s, "");
 }

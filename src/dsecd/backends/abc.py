@@ -93,6 +93,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     shell: bool = False  # shell text runs in a shell of the platform's, not the sandbox's
     files_each: int = 0  # descriptors that a sandbox costs the daemon
     files_ruled: int = 0  # and that one with rules for its network costs beyond
+    memory_each: int = 0  # bytes that a sandbox may take beyond its limit
+    memory_each_cpu: int = 0  # and for each CPU of its own kernel
     trim: bool = False  # pages out memory of running sandboxes
     pause: bool = False
     pause_frees: bool = False  # a paused one holds no memory that could be paged out

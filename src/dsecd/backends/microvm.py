@@ -93,12 +93,14 @@ class MicroVMBackend:
         self._listener = listener
         await self._host.start()
         able = self._jail.capabilities
+        alone, with_cpu = (self._host.vmm.overhead_bytes(self._host.accel, n) for n in (0, 1))
         self.capabilities = Capabilities(
             vm=True, survives_daemon=able.survives_daemon, oom=True, layers=True, pack=True,
             checkpoints=True, pause=True, pause_frees=True, shell=True, trim=able.trim,
             network=able.network,
             # to the guest's agent, and to the monitor
             files_each=able.files_each + 2, files_ruled=able.files_ruled,
+            memory_each=alone, memory_each_cpu=with_cpu - alone,  # the monitor's
             # on what the guest sends; the others know processes and files of this kernel
             mechanisms=tuple(name for name in able.mechanisms if name in MECHANISMS),
         )  # fmt: skip
@@ -128,7 +130,9 @@ class MicroVMBackend:
         if len(files) != len(digests):
             return None
         host = self._host
-        plan = vm_plan(spec, files, command_line=host.command_line, accel=host.accel)
+        plan = vm_plan(
+            spec, files, command_line=host.command_line, accel=host.accel, reporting=host.reporting
+        )
         return _Start(plan, digests, files, found.config)
 
     def _branch(self, spec: Spec) -> _Start:
@@ -202,7 +206,7 @@ class MicroVMBackend:
             spec,
             host.jail_image,
             accel=start.plan.accel,
-            overhead_bytes=host.vmm.overhead_bytes(start.plan),
+            overhead_bytes=host.vmm.overhead_bytes(start.plan.accel, start.plan.vcpus),
             binds=binds(
                 str(host.kernel), str(host.initrd), start.files, host.saved.ram(start.base)
             ),
@@ -248,7 +252,7 @@ class MicroVMBackend:
         host, plan, templates = self._host, holding.held.plan, self._host.templates
         key = host.template_key(plan, spec, holding.held.layers)
         devices = host.vmm.compile(plan).devices
-        told = begin(machine.sandbox, spec, holding.defaults, devices, jail)
+        told = begin(machine.sandbox, spec, holding.defaults, devices, jail, host.min_age_s)
         template = templates.find(key)
         if template is not None:
             waiting = host.vmm.compile(msgspec.structs.replace(plan, incoming=True))

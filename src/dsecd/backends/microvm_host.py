@@ -40,6 +40,9 @@ class MicroVMHost:
         self.vmm: Vmm = Qemu()
         self.kernel = config.guest_kernel
         self.ping_s = config.vm.ping_s
+        self.reporting = config.vm.free_page_reporting
+        # what the guest gives up, and nobody is told of, would be of use to nobody
+        self.min_age_s = config.vm.damon_min_age_s if self.reporting else 0
         self.initrd = self._state / "initrd"
         self.flats = FlatLayers(self._state / "layers", config.vm.layers_cache_mb * MIB)
         self.templates = Templates(self._state / "templates", config.vm.templates)

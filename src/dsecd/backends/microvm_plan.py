@@ -60,6 +60,14 @@ def _link(guest: GuestNetwork, interface: str) -> Link:
     )
 
 
+class Reclaim(msgspec.Struct, kw_only=True):
+    """What the guest has not used for so long it gives up; `swap_bytes` of anonymous memory have
+    room, compressed."""
+
+    min_age_s: int
+    swap_bytes: int
+
+
 class Clock(msgspec.Struct, kw_only=True):
     """Arguments of `vm.clock`: what a guest that stood still cannot know (docs/protocol.md)."""
 
@@ -83,6 +91,7 @@ class Begin(Renew, kw_only=True):
     dax: bool
     upper: str
     pids: int
+    reclaim: Reclaim | None
 
 
 def clock() -> Clock:
@@ -165,8 +174,9 @@ def layer_path(number: int) -> str:
 
 
 def vm_plan(
-    spec: Spec, layers: tuple[FlatLayer, ...], *, command_line: str, accel: Accel
-) -> VmPlan:
+    spec: Spec, layers: tuple[FlatLayer, ...], *, command_line: str, accel: Accel,
+    reporting: bool = True,
+) -> VmPlan:  # fmt: skip
     """Return the machine, as the monitor finds things in its jail."""
     assert spec.vm is not None
     return VmPlan(
@@ -187,10 +197,14 @@ def vm_plan(
         agent_socket=AGENT,
         control_socket=CONTROL,
         accel=accel,
+        free_page_reporting=reporting,
     )
 
 
-def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance) -> Begin:
+def begin(
+    sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: Instance,
+    min_age_s: int = 0,
+) -> Begin:  # fmt: skip
     """Return what the agent makes the sandbox of."""
     assert spec.vm is not None
     identity = renew(sandbox, spec, defaults, devices, jail)
@@ -199,6 +213,9 @@ def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: In
         dax=spec.vm.layers == "pmem",
         upper=devices.upper,
         pids=spec.pids,
+        reclaim=Reclaim(min_age_s=min_age_s, swap_bytes=memory_bytes(spec) // 2)
+        if min_age_s
+        else None,
         **msgspec.structs.asdict(identity),
     )
 

@@ -35,7 +35,8 @@ class Admission:
         backends: Mapping[str, Capabilities],
         reserve_bytes: int = 0,
     ) -> None:
-        """`backends` say, by name, how many descriptors of this process a sandbox of theirs costs.
+        """`backends` say, by name, which descriptors of this process and which memory beyond its
+        limit a sandbox of theirs costs.
         `reserve_bytes` is the memory that a new one is sure to take soon."""
         self.limits, self.host = limits, host
         self._backends, self._files = backends, 0
@@ -111,13 +112,13 @@ class Admission:
         """Count a sandbox that is there already (re-adopted)."""
         self.sandboxes += 1
         self._files += self._cost(spec)
-        self.memory_requested += spec.memory_bytes
+        self.memory_requested += self._memory(spec)
         self.cpu_requested += spec.cpu_cores
 
     def give_back(self, spec: Spec) -> None:
         self.sandboxes -= 1
         self._files -= self._cost(spec)
-        self.memory_requested -= spec.memory_bytes
+        self.memory_requested -= self._memory(spec)
         self.cpu_requested -= spec.cpu_cores
 
     def _cost(self, spec: Spec) -> int:
@@ -125,16 +126,23 @@ class Admission:
         ruled = spec.network != "none" and spec.policy is not None
         return able.files_each + able.files_ruled * ruled
 
+    def _memory(self, spec: Spec) -> int:
+        """Return what `spec` asks for, and what is needed beside, as by a monitor of machines."""
+        able = self._backends[spec.backend]
+        cpus = spec.vm.vcpus if spec.vm is not None else 0
+        return spec.memory_bytes + able.memory_each + able.memory_each_cpu * cpus
+
     def _check_memory(self, spec: Spec, reading: Reading, creating: int) -> None:
         limits = self.limits
-        if spec.memory_bytes > reading.memory_total_bytes:
+        wanted = self._memory(spec)
+        if wanted > reading.memory_total_bytes:
             raise InvalidArgument(
-                f"memory_limit_mb {spec.memory_bytes >> 20} is more than the host has "
-                f"({reading.memory_total_bytes >> 20} MiB)",
+                f"memory_limit_mb {spec.memory_bytes >> 20} takes {wanted >> 20} MiB, "
+                f"more than the host has ({reading.memory_total_bytes >> 20} MiB)",
                 field="memory_limit_mb",
             )
         most = int(reading.memory_total_bytes * limits.memory_overcommit)
-        if self.memory_requested + spec.memory_bytes > most:
+        if self.memory_requested + wanted > most:
             raise _full("memory", f"{self.memory_requested >> 20} MiB of {most >> 20} are promised")
         if reading.memory_available_bytes < limits.memory_reserve_mb << 20:
             raise _full("memory", f"{reading.memory_available_bytes >> 20} MiB are available")

@@ -6,17 +6,21 @@ the drivers offer is described at `Driver` in `cgroup_model`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
+from dsecd.host import mountinfo
 from dsecd.host.cgroup_base import TreeDriver
 from dsecd.host.cgroup_hybrid import HybridDriver
 from dsecd.host.cgroup_model import Driver, OomWatch, SandboxCgroup, Slot, Usage
 from dsecd.host.cgroup_slots import SlotPool
 from dsecd.host.cgroup_v2 import NEEDED, UnifiedDriver
 from dsecd.host.kernelfs import KernelFiles
-from libdsec.errors import DSecError, Unsupported
+from libdsec.errors import DSecError, Unavailable, Unsupported
 
 __all__ = [
     "Driver", "HybridDriver", "OomWatch", "SandboxCgroup", "Slot", "SlotPool", "TreeDriver",
-    "UnifiedDriver", "Usage", "detect",
+    "UnifiedDriver", "Usage", "detect", "memory_members",
 ]  # fmt: skip
 
 
@@ -67,3 +71,29 @@ def _choose(root: str, name: str, slots: int, files: KernelFiles) -> TreeDriver:
             reason=f"controllers missing: {', '.join(missing)}",
         )
     return HybridDriver(files, v2, v1, name, slots)
+
+
+def memory_members(pid: int) -> Path:
+    """Return the file by which a process joins the cgroup that the memory of `pid` is charged to.
+
+    Raises `OSError`, `Unavailable`.
+    """
+    found = members_of(Path(f"/proc/{pid}/cgroup").read_text(), mountinfo.mounts())
+    if found is None:
+        raise Unavailable(f"the cgroup of process {pid} is not below a mounted hierarchy")
+    return found
+
+
+def members_of(text: str, mounts: Iterable[mountinfo.Mount]) -> Path | None:
+    """Return it for the text of a /proc/PID/cgroup (cgroups(7)); v1 where memory is on v1. Pure."""
+    places: dict[str, str] = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        places |= dict.fromkeys(controllers.split(","), path)
+    v1 = "memory" in places
+    place = Path(places["memory"] if v1 else places.get("", "/"))
+    for mount in mounts:
+        of_memory = mount.type == "cgroup" and "memory" in mount.options
+        if (of_memory if v1 else mount.type == "cgroup2") and place.is_relative_to(mount.root):
+            return Path(mount.point, place.relative_to(mount.root), "cgroup.procs")
+    return None

@@ -22,6 +22,7 @@ from dsecd.host import inside
 from dsecd.host.firecracker_api import FirecrackerApi, Method
 from dsecd.host.vm_plan import (
     VSOCK_PORT,
+    Accel,
     Devices,
     Lack,
     Launch,
@@ -100,9 +101,9 @@ class Firecracker:
             devices=Devices.of(plan),
         )
 
-    def overhead_bytes(self, plan: VmPlan) -> int:
+    def overhead_bytes(self, accel: Accel, vcpus: int) -> int:
         """See `Vmm`."""
-        return _OWN_BYTES + plan.vcpus * _VCPU_BYTES
+        return _OWN_BYTES + vcpus * _VCPU_BYTES
 
     async def connect(
         self, root: Path, plan: VmPlan, on_event: OnEvent, timeout_s: float = 10.0

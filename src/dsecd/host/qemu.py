@@ -76,10 +76,10 @@ class Qemu:
             env={"LD_PRELOAD": RAM_LIBRARY} if plan.ram.read_only else {},
         )
 
-    def overhead_bytes(self, plan: VmPlan) -> int:
+    def overhead_bytes(self, accel: Accel, vcpus: int) -> int:
         """See `Vmm`."""
-        translated = TRANSLATED_BYTES if plan.accel == "tcg" else 0
-        return _OWN_BYTES + plan.vcpus * _VCPU_BYTES + translated
+        translated = TRANSLATED_BYTES if accel == "tcg" else 0
+        return _OWN_BYTES + vcpus * _VCPU_BYTES + translated
 
     async def connect(
         self, root: Path, plan: VmPlan, on_event: OnEvent, timeout_s: float = 10.0

@@ -253,8 +253,8 @@ class Vmm(Protocol):
     def compile(self, plan: VmPlan) -> Launch:
         """Return how to start `plan`. Raises `InvalidArgument`, `Unsupported`."""
 
-    def overhead_bytes(self, plan: VmPlan) -> int:
-        """Return how much memory the VMM may take beyond the guest's."""
+    def overhead_bytes(self, accel: Accel, vcpus: int) -> int:
+        """Return how much memory the VMM may take beyond the guest's: linear in `vcpus`."""
 
     async def connect(
         self, root: Path, plan: VmPlan, on_event: OnEvent, timeout_s: float = 10.0

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 from dsecd.host import sparse
+from dsecd.host.cgroup import memory_members
 from libdsec.errors import Internal, Unavailable
 
 # What is written into a memfd is charged to the cgroup of who writes it, so that is a process which
@@ -38,7 +39,7 @@ def fill_ram(pid: int, size: int, source: Path) -> None:
 
     Raises `OSError`, `Unavailable`, `Internal`.
     """
-    arguments = (str(_members(pid)), str(source), str(_memory_file(pid, size)))
+    arguments = (str(memory_members(pid)), str(source), str(_memory_file(pid, size)))
     try:
         done = subprocess.run(
             (_SHELL, "-c", _FILL, "fill", *arguments), env={"PATH": "/usr/bin:/bin"},
@@ -60,14 +61,3 @@ def _memory_file(pid: int, size: int) -> Path:
     if len(found) != 1:
         raise Unavailable(f"process {pid} has {len(found)} memfds of {size} bytes")
     return found[0]
-
-
-def _members(pid: int) -> Path:
-    """Return the file by which a process joins the cgroup that `pid` is charged to."""
-    places: dict[str, str] = {}
-    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        places |= dict.fromkeys(controllers.split(","), path)
-    if "memory" in places:  # cgroup v1
-        return Path(f"/sys/fs/cgroup/memory{places['memory']}/cgroup.procs")
-    return Path(f"/sys/fs/cgroup{places['']}/cgroup.procs")
