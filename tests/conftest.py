@@ -9,11 +9,12 @@ makes such a skip a failure: where a feature must work, a skip would hide that i
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis.configuration
@@ -31,8 +32,30 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "needs(*features): needs these rows of the probe table",
         "leaky(reason): may leave things behind, for the reason given",
+        "guest_kernel: boots the kernel of microVMs",
     ):
         config.addinivalue_line("markers", line)
+
+
+def _boots(item: pytest.Item) -> bool:
+    """Whether it boots the kernel of microVMs; one whose parameter decides has the marker."""
+    return "guest_kernel" in getattr(item, "fixturenames", ()) or bool(
+        item.get_closest_marker("guest_kernel")
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_boots)  # last: scripts/test may still have the kernel built
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait for the kernel, outside of the test's time."""
+    lock = os.environ.get("DSEC_GUEST_KERNEL_LOCK")
+    if lock and _boots(item):
+        with Path(lock).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+    return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -23,6 +23,7 @@ from tests.wire_client import WireClient
 
 MICROVM_MARKS = (
     pytest.mark.root,
+    pytest.mark.guest_kernel,
     pytest.mark.leaky("the daemon is the module's; one census is taken around it"),
 )
 
