@@ -189,7 +189,8 @@ class Vm(_Section, frozen=True):
     `accel` auto: KVM where a guest boots with it. `layers_cache_mb` bounds the copies of layers
     that are made for guests to map; 0: no bound. `templates`: how many saved machines are kept for
     others to start from; 0: every machine boots. `ping_s`: how often a guest is asked whether it
-    still answers; one that halted tells nobody.
+    still answers; one that halted tells nobody. `images` "" → `<state>/vm/images`: disk images for
+    full VMs (`backend` "fullvm").
     """
 
     enabled: Literal["auto", "yes", "no"] = "auto"
@@ -199,6 +200,7 @@ class Vm(_Section, frozen=True):
     layers_cache_mb: int = 0
     ping_s: float = 20.0
     templates: int = 16
+    images: str = ""
 
 
 class FnCall(_Section, frozen=True):
@@ -254,6 +256,10 @@ class Config(_Section, frozen=True):
     @property
     def guest_kernel(self) -> Path:
         return Path(self.vm.kernel) if self.vm.kernel else self.state / "guest/kernel"
+
+    @property
+    def vm_images(self) -> Path:
+        return Path(self.vm.images) if self.vm.images else self.state / "vm/images"
 
     @property
     def socket(self) -> Path:

@@ -1,4 +1,5 @@
-/* PID 1 of a virtual machine (docs/protocol.md, "In a VM"). */
+/* The agent of a virtual machine (docs/protocol.md, "In a VM"): its PID 1, or a service of a system that has
+ * a root and a PID 1 of its own. */
 #ifndef DSEC_VM_H
 #define DSEC_VM_H
 
@@ -13,10 +14,11 @@ enum vm_state {
 };
 
 extern enum vm_state vm_state;
+extern bool vm_service; /* not PID 1 */
 
 /* What the kernel left to do: file systems, limits, and descriptors in their places: the port, the shell.
  * NULL, or what failed. */
-const char *vm_open(void);
+const char *vm_open(bool service);
 /* False when `op` is none that can be asked for now: the call has failed. */
 bool vm_admits(struct call *call, struct mp_bytes op);
 
@@ -38,6 +40,8 @@ struct vm_build {
 
 int vm_build(struct vm_build *build, const struct vm_args *args);
 int vm_root_assemble(struct vm_build *build, const struct vm_args *args);
+int vm_spool_open(void);
+int vm_cgroup_make(uint64_t pids);
 int vm_files_write(struct vm_build *build, const struct vm_args *args);
 int vm_loopback_up(void);
 int vm_network_up(const struct vm_network *network);
@@ -55,5 +59,6 @@ int vm_kills_follow(void);
 int vm_mount(const char *type, const char *path, unsigned long flags, const char *options);
 /* Move `fd` to the place `number`, which is in use. Takes `fd`, which may be an error. */
 int vm_place(int fd, int number);
+int vm_write_text(const char *path, const char *text);
 
 #endif

@@ -191,7 +191,16 @@ static const char *check_clock(const struct vm_args *args)
     return args->entropy.n == VM_ENTROPY ? NULL : "field \"entropy\" is not 64 bytes";
 }
 
-const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
+static const char *check_root(const struct vm_args *args, bool service)
+{
+    if (service)
+        return args->layers.p || args->upper.p ? "this machine has a root: it takes no layers" : NULL;
+    if (!args->layers.p || !good_layers(args->layers))
+        return "field \"layers\" is not a list of 1 to 32 paths below /dev";
+    return is_device(args->upper) ? NULL : "field \"upper\" is not a path below /dev";
+}
+
+const char *args_vm_begin(struct mp_bytes raw, bool service, struct vm_args *out)
 {
     static const struct field fields[] = {
         FIELD(struct vm_args, "layers", layers, TEXTS),
@@ -207,12 +216,10 @@ const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
     };
     memset(out, 0, sizeof *out);
     const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
+    if (!problem)
+        problem = check_root(out, service);
     if (problem)
         return problem;
-    if (!out->layers.p || !good_layers(out->layers))
-        return "field \"layers\" is not a list of 1 to 32 paths below /dev";
-    if (!is_device(out->upper))
-        return "field \"upper\" is not a path below /dev";
     if (out->files.p && !good_files(out->files))
         return "field \"files\" is not a list of [relative path, content, mode]";
     if (!out->hostname.n || out->hostname.n > HOSTNAME_MAX)

@@ -47,7 +47,7 @@ class Link(msgspec.Struct, kw_only=True):
     mtu: int
 
 
-def _link(guest: GuestNetwork, interface: str) -> Link:
+def link(guest: GuestNetwork, interface: str) -> Link:
     return Link(
         interface=interface,
         addresses=guest.addresses,
@@ -60,9 +60,10 @@ def _link(guest: GuestNetwork, interface: str) -> Link:
 class Begin(msgspec.Struct, kw_only=True):
     """Arguments of `vm.begin` (docs/protocol.md)."""
 
-    layers: tuple[str, ...]  # devices, bottom first
-    dax: bool
-    upper: str
+    # not of a machine that has a root of its own
+    layers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # devices, bottom first
+    dax: bool | msgspec.UnsetType = msgspec.UNSET
+    upper: str | msgspec.UnsetType = msgspec.UNSET
     files: list[tuple[str, bytes, int]]
     hostname: str
     pids: int
@@ -196,7 +197,7 @@ def begin(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: In
         ],
         hostname=spec.hostname,
         pids=spec.pids,
-        network=_link(guest, devices.network) if guest else None,
+        network=link(guest, devices.network) if guest else None,
         time_ns=now.time_ns,
         entropy=now.entropy,
         config=init_config(sandbox, spec, defaults, caps=ALL_CAPABILITIES),
