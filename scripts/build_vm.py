@@ -27,8 +27,9 @@ SYSTEM = (
     "dbus", "e2fsprogs", "iproute2", "kmod", "linux-image-amd64", "procps", "sudo",
     "systemd-boot-efi", "systemd-sysv", "udev", "zstd",
 )  # fmt: skip
+# fontconfig: without its cache each program reads all fonts first, a minute where it is emulated
 DESKTOP = (
-    "openbox", "x11-utils", "x11-xserver-utils", "xdotool", "xfonts-base", "xserver-xorg-core",
+    "fontconfig", "fonts-dejavu-core", "openbox", "x11-utils", "xdotool", "xserver-xorg-core",
     "xserver-xorg-input-libinput", "xterm",
 )  # fmt: skip
 TOOLS = {"mkfs.vfat": "dosfstools", "mcopy": "mtools", "mke2fs": "e2fsprogs", "sfdisk": "fdisk"}
@@ -76,6 +77,17 @@ WantedBy=sysinit.target
 """,
 }
 DESKTOP_FILES = {
+    # the screen has no GPU: what would draw on one costs seconds to find that out
+    "etc/X11/xorg.conf.d/10-screen.conf": """\
+Section "Module"
+    Disable "glx"
+EndSection
+Section "Device"
+    Identifier "screen"
+    Driver "modesetting"
+    Option "AccelMethod" "none"
+EndSection
+""",
     "etc/systemd/system/xserver.service": """\
 [Unit]
 Description=X server
