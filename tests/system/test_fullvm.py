@@ -69,7 +69,7 @@ async def test_a_desktop_is_driven_saved_and_restored(host: Daemon) -> None:
     async with DSecClient(f"unix:{host.socket}") as client:
         args = DSecFullVMRunArgs(
             image=desktop_lab.NAME, memory_limit_mb=768, vcpus=2, disk_limit_mb=4096,
-            hostname="desk", env={"WHO": "me"},
+            network="nat", hostname="desk", env={"WHO": "me"},
         )  # fmt: skip
         async with await client.run_fullvm(args, timeout=BOOT_S) as box:
             await check_system(box)
@@ -88,6 +88,9 @@ async def check_system(box: Sandbox) -> None:
     assert done.timed_out
     left = await box.run_shell("grep -al 'sleep.432[1]' /proc/[0-9]*/cmdline", user="root")
     assert left.stdout == ""
+    addresses = await said(box, "ip -brief -4 address show scope global; ip route", "root")
+    assert f"{box.info.address}/" in addresses
+    assert "default via" in addresses
     disk = int(await said(box, "lsblk -bdno SIZE /dev/vda", "root"))
     assert disk == 4096 << 20
     with pytest.raises(Unsupported, match="layers"):

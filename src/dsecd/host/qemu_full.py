@@ -31,6 +31,9 @@ _SCREEN_BYTES = 96 << 20  # video memory, and what serves the screen
 _AXIS_MOST = 0x7FFF  # of an absolute position (INPUT_EVENT_ABS_MAX)
 _LOOK_AGAIN_S = 0.02
 _DISK = "upper"  # the node that holds snapshots
+_LOAD = "snapshot-load"
+# QEMU 7.2 tells any failure to write memory as an error of the device
+_FULL = ("No space left", "Error while writing VM state")
 
 # As `qemu._MACHINE`, with the keyboard's controller and disks that need no driver of virtio.
 _MACHINE = "q35,memory-backend=ram,usb=off,smbus=off,vmport=off,smm=off,dump-guest-core=off"
@@ -70,12 +73,25 @@ class FullQemu(Qemu):
 
 class _Job(msgspec.Struct):
     id: str
+    type: str
     status: str
     error: str = ""
 
 
 class FullQemuMachine(QemuMachine):
     """A `FullMachine`."""
+
+    async def boot(self, plan: VmPlan) -> None:
+        """See `Machine`: QEMU begins with its process.
+
+        Who was connected before may have been killed while the machine stood still for a snapshot.
+        """
+        for job in await self._qmp.ask("query-jobs", list[_Job]):
+            found = await self._end(job.id)
+            if found.error and found.type == _LOAD:
+                raise Internal(f"QEMU could not go back to a snapshot: {found.error}")
+        if await self.status() == "paused":
+            await self.cont()
 
     async def screendump(self, path: str) -> None:
         """See `FullMachine`."""
@@ -92,7 +108,7 @@ class FullQemuMachine(QemuMachine):
 
     async def restore(self, name: str) -> None:
         """See `FullMachine`."""
-        await self._run("snapshot-load", name, {"vmstate": _DISK})
+        await self._run(_LOAD, name, {"vmstate": _DISK})
 
     async def forget(self, name: str) -> None:
         """See `FullMachine`."""
@@ -103,19 +119,24 @@ class FullQemuMachine(QemuMachine):
         job = f"{command}-{os.urandom(4).hex()}"
         arguments = {"job-id": job, "tag": name, "devices": [_DISK], **more}
         await self._qmp.execute(command, arguments)
-        deadline = time.monotonic() + SNAPSHOT_S
-        while (found := await self._job(job)).status not in ("concluded", "null"):
-            if time.monotonic() > deadline:
-                raise Timeout(f"QEMU did not end {command} within {SNAPSHOT_S:g} s")
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        await self._qmp.execute("job-dismiss", {"id": job})
-        if "No space left" in found.error:
+        found = await self._end(job)
+        if any(words in found.error for words in _FULL):
             raise Exhausted(
                 f"the machine's disk has no room for {command}: delete checkpoints, or give a "
                 "larger disk_limit_mb"
             )
         if found.error:
             raise Internal(f"QEMU cannot do {command}: {found.error}")
+
+    async def _end(self, job: str) -> _Job:
+        """Return a job when it has ended, and make QEMU forget it."""
+        deadline = time.monotonic() + SNAPSHOT_S
+        while (found := await self._job(job)).status != "concluded":
+            if time.monotonic() > deadline:
+                raise Timeout(f"QEMU did not end {found.type} within {SNAPSHOT_S:g} s")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        await self._qmp.execute("job-dismiss", {"id": job})
+        return found
 
     async def _job(self, job: str) -> _Job:
         jobs = await self._qmp.ask("query-jobs", list[_Job])
