@@ -89,25 +89,26 @@ def make_backends(config: Config) -> Backends:
     from dsecd.backends.container import ContainerBackend
 
     own, required = make_backend(config), config.vm.enabled == "yes"
+    no_jail = ""
+    if not isinstance(own, ContainerBackend):
+        no_jail = f"virtual machines are jailed in containers, and this is the {own.name} backend"
     no_machines = _without_machines(config)
-    if not no_machines and not isinstance(own, ContainerBackend):
-        no_machines = (
-            f"virtual machines are jailed in containers, and this is the {own.name} backend"
-        )
-    why = no_machines or _without_microvms(config)
-    if why and required:
+    absent = {
+        MICROVM: no_machines or _without_microvms(config) or no_jail,
+        FULLVM: no_machines or no_jail,
+    }
+    if why := absent[MICROVM] if required else "":
         raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
     backends = [own]
-    absent = {MICROVM: why} if why else {}
-    if no_machines:
-        absent[FULLVM] = no_machines
-    elif isinstance(own, ContainerBackend):
-        from dsecd.backends.fullvm import FullVMBackend
+    if isinstance(own, ContainerBackend) and not absent[MICROVM]:
         from dsecd.backends.microvm import MicroVMBackend
 
-        if not why:
-            backends.append(MicroVMBackend(config, own, own.environments()))
+        backends.append(MicroVMBackend(config, own, own.environments()))
+    if isinstance(own, ContainerBackend) and not absent[FULLVM]:
+        from dsecd.backends.fullvm import FullVMBackend
+
         backends.append(FullVMBackend(config, own))
+    absent = {name: why for name, why in absent.items() if why}
     return Backends(backends, absent, optional=(FULLVM,) if required else (MICROVM, FULLVM))
 
 
