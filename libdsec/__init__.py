@@ -36,6 +36,7 @@ from libdsec.model import (
     CpuClass,
     DSecContainerRunArgs,
     DSecFnCallArgs,
+    DSecFullVMRunArgs,
     DSecMicroVMRunArgs,
     Event,
     Feature,
@@ -68,7 +69,8 @@ from libdsec.watch import FileEvent, WatchHandle
 __all__ = [
     "AlreadyExists", "BuildStep", "CommandFailed", "CommandHandle", "CommandInfo", "CommandResult",
     "Commands", "CpuClass", "DSecClient", "DSecContainerRunArgs", "DSecError", "DSecFnCallArgs",
-    "DSecMicroVMRunArgs", "EntryInfo", "Event", "Exhausted", "Feature", "FileEvent", "Files",
+    "DSecFullVMRunArgs", "DSecMicroVMRunArgs", "Display",
+    "EntryInfo", "Event", "Exhausted", "Feature", "FileEvent", "Files",
     "FnCallResult", "ForwardServer", "HostStats", "ImageConfig", "ImportProgress", "Internal",
     "InvalidArgument", "KeptPath", "KeptWarning", "LayerInfo", "Layers", "Metrics", "NotFound",
     "Output", "Packed", "Paused", "PermissionDenied", "PolicyRow", "Pty", "PtySize", "Record",

@@ -156,6 +156,16 @@ class DSecClient:
             async for one in made:
                 yield one
 
+    async def run_fullvm(
+        self, args: model.DSecFullVMRunArgs, timeout: float | None = None
+    ) -> Sandbox:
+        """Boot a disk image as a sandbox and return it when its agent answers.
+
+        Raises `NotFound` for an image that the host has not, `Unsupported`, with what to do about
+        it, where the daemon makes no full VMs.
+        """
+        return await self._run(request_of(args), timeout, None)
+
     async def _run(
         self, wanted: Request, timeout: float | None, on_progress: ImportCallback | None
     ) -> Sandbox:

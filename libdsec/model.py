@@ -47,14 +47,17 @@ from libdsec.model_verify import KeptWarning as KeptWarning
 from libdsec.model_verify import Record as Record
 from libdsec.model_verify import VerifyArgs as VerifyArgs
 from libdsec.model_verify import VerifyKey as VerifyKey
+from libdsec.model_vm import DSecFullVMRunArgs as DSecFullVMRunArgs
 from libdsec.model_vm import DSecMicroVMRunArgs as DSecMicroVMRunArgs
+from libdsec.model_vm import FullVmArgs as FullVmArgs
+from libdsec.model_vm import MouseButton as MouseButton
+from libdsec.model_vm import Screenshot as Screenshot
 from libdsec.model_vm import VmArgs as VmArgs
-from libdsec.model_vm import VmLayers as VmLayers
 
 State = Literal["creating", "running", "paused", "stopping", "stopped", "failed"]
 FileType = Literal["file", "dir", "symlink", "fifo", "socket", "char", "block"]
 # what a create may ask for as `backend`; a daemon says in `Welcome.capabilities` what it has
-CONTAINER, MICROVM = "container", "microvm"
+CONTAINER, MICROVM, FULLVM = "container", "microvm", "fullvm"
 
 
 class _Args(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
@@ -142,7 +145,7 @@ class DSecContainerRunArgs(_Args):
 class CreateArgs(_Args):
     """op `sandbox.create` → `SandboxInfo`. The same `key` gives the same sandbox.
 
-    `backend` is what the sandbox runs in, `vm` what only "microvm" has; `args` are shared by all.
+    `backend` is what the sandbox runs in, `vm` what only machines have; `args` are shared by all.
     With `progress` a stream of `ImportProgress` while an image is pulled from its registry.
     """
 

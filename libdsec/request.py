@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from libdsec.model import CONTAINER, MICROVM, DSecContainerRunArgs, DSecMicroVMRunArgs, VmArgs
+from libdsec.model import (
+    CONTAINER,
+    FULLVM,
+    MICROVM,
+    DSecContainerRunArgs,
+    DSecFullVMRunArgs,
+    DSecMicroVMRunArgs,
+    FullVmArgs,
+    VmArgs,
+)
 
-_VM = frozenset(VmArgs.__struct_fields__)
+_VM = frozenset(VmArgs.__struct_fields__) & frozenset(DSecMicroVMRunArgs.__struct_fields__)
+_FULL = frozenset(FullVmArgs.__struct_fields__)
 _RENAMED = {"image": "container_image"}
 
 
@@ -18,15 +28,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     vm: VmArgs | None = None
 
 
-def request_of(args: DSecContainerRunArgs | DSecMicroVMRunArgs) -> Request:
+def request_of(args: DSecContainerRunArgs | DSecMicroVMRunArgs | DSecFullVMRunArgs) -> Request:
     """Return what is sent for `args`."""
     if isinstance(args, DSecContainerRunArgs):
         return Request(args=args)
     given = msgspec.structs.asdict(args)
-    vm = VmArgs(**{name: given.pop(name) for name in _VM})
+    if isinstance(args, DSecFullVMRunArgs):
+        full = FullVmArgs(**{name: given.pop(name) for name in _FULL})
+        vm, backend = VmArgs(vcpus=given.pop("vcpus"), full=full), FULLVM
+    else:
+        vm, backend = VmArgs(**{name: given.pop(name) for name in _VM}), MICROVM
     shared = {_RENAMED.get(name, name): value for name, value in given.items()}
     return Request(
         args=DSecContainerRunArgs(**shared, cpu_cores_limit=float(vm.vcpus)),
-        backend=MICROVM,
+        backend=backend,
         vm=vm,
     )

@@ -14,6 +14,7 @@ from libdsec import execution, forward, model, verification
 from libdsec.batch import Batch
 from libdsec.commands import Commands, Word, encode_word, exec_args
 from libdsec.connection import ConnectionLost
+from libdsec.display import Display
 from libdsec.errors import AlreadyExists, DSecError, Internal, NotFound
 from libdsec.execution import TextCallback, text_sink
 from libdsec.files import Files
@@ -41,6 +42,7 @@ class Sandbox:
         self._commands = Commands(link, info.id)
         self._files = Files(link, info.id)
         self._pty = Pty(link, info.id)
+        self._display = Display(link, info.id)
 
     def __repr__(self) -> str:
         return f"<Sandbox {self._info.id} {self._info.state}>"
@@ -69,6 +71,11 @@ class Sandbox:
     def pty(self) -> Pty:
         """Terminals."""
         return self._pty
+
+    @property
+    def display(self) -> Display:
+        """The screen of a full VM: screenshot, click, type, key, scroll."""
+        return self._display
 
     # --- commands
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from libdsec.client import DSecClient
 from libdsec.commands import CommandHandle, Commands
+from libdsec.display import Display
 from libdsec.files import Files
 from libdsec.forward import ForwardServer
 from libdsec.layers import Layers
@@ -25,8 +26,8 @@ from libdsec.watch import WatchHandle
 
 STUB = Path(__file__).with_name("sync.pyi")
 MIRRORED = (
-    CommandHandle, Commands, Files, ForwardServer, Layers, Pty, Session, WatchHandle, Sandbox,
-    DSecClient,
+    CommandHandle, Commands, Display, Files, ForwardServer, Layers, Pty, Session, WatchHandle,
+    Sandbox, DSecClient,
 )  # fmt: skip
 
 _HEADER = '''\

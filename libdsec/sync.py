@@ -16,6 +16,7 @@ from typing import Any
 from libdsec.bridge import Portal, Registry
 from libdsec.client import DSecClient
 from libdsec.commands import CommandHandle, Commands
+from libdsec.display import Display
 from libdsec.files import Files
 from libdsec.forward import ForwardServer
 from libdsec.layers import Layers
@@ -28,6 +29,7 @@ _registry = Registry()
 
 CommandHandleSync = _registry.mirror(CommandHandle, "CommandHandleSync")
 CommandsSync = _registry.mirror(Commands, "CommandsSync")
+DisplaySync = _registry.mirror(Display, "DisplaySync")
 FilesSync = _registry.mirror(Files, "FilesSync")
 ForwardServerSync = _registry.mirror(ForwardServer, "ForwardServerSync")
 LayersSync = _registry.mirror(Layers, "LayersSync")

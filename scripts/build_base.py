@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -205,8 +205,9 @@ def bar() -> Progress:
 
 
 def debootstrap(
-    suite: str, packages: list[str], directory: Path, root: Path, progress: Progress
-) -> None:
+    suite: str, packages: list[str], directory: Path, root: Path, progress: Progress,
+    options: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Run mmdebstrap into `root`; its log is shown when it fails."""
     sources = directory / "sources.sources"
     stanzas = list(host_sources(suite))
@@ -219,6 +220,7 @@ def debootstrap(
         "mmdebstrap", "--variant=minbase", "--format=directory", f"--include={','.join(packages)}",
         *(f"--aptopt={option}" for option in apt_options()),
         *(f"--customize-hook={line}" for line in keyring_hooks(stanzas)),
+        *options,
         f'--customize-hook=sh {shlex.quote(str(hook))} "$1"',
         # before the hooks' clean-up the lists are still wanted; ours removes more than mmdebstrap's
         suite, str(root), str(sources),

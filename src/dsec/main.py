@@ -12,6 +12,7 @@ from dsec import (
     audit,
     completion,
     copy,
+    display,
     execute,
     fncall,
     host,
@@ -56,7 +57,7 @@ def cli(
 
 for _command in (
     host.check, sandboxes.run, sandboxes.ps, execute.exec_, execute.shell, copy.copy, execute.logs,
-    host.stats, top.top, host.events, sandboxes.stop,
+    display.display, host.stats, top.top, host.events, sandboxes.stop,
     pausing.pause, pausing.resume, pausing.class_, fncall.fncall,
     layer.layer, layer.pack, policy.policy, audit.audit,
     completion.completion, host.version, verify.verify, verify.verify_record, verify.verify_key,

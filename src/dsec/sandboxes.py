@@ -17,11 +17,12 @@ from libdsec import (
     DSecClient,
     DSecContainerRunArgs,
     DSecError,
+    DSecFullVMRunArgs,
     DSecMicroVMRunArgs,
     Sandbox,
     SandboxInfo,
 )
-from libdsec.model import VmLayers
+from libdsec.model_vm import DiskBus, Firmware, VmLayers
 
 
 def secrets_of(
@@ -36,10 +37,18 @@ def secrets_of(
         raise click.BadParameter(f"{file}: {error}") from error
 
 
+def text_of(context: click.Context, parameter: click.Parameter, file: str | None) -> str | None:
+    """Read the text of a file."""
+    try:
+        return None if file is None else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{file}: {error}") from error
+
+
 _LIMITS: tuple[Callable[..., Any], ...] = (
     click.option("-m", "--memory", "memory_limit_mb", type=int, metavar="MB"),
     click.option("-c", "--cpus", "cpu_cores_limit", type=float, metavar="CORES"),
-    click.option("--vcpus", type=int, metavar="COUNT", help="Processors of a microVM."),
+    click.option("--vcpus", type=int, metavar="COUNT", help="Processors of a VM."),
     click.option("--cpu-class", type=click.Choice(get_args(CpuClass)),
                  help="Who goes first when CPUs are short."),
     click.option("--pids", "pids_limit", type=int, metavar="COUNT"),
@@ -49,6 +58,12 @@ _LIMITS: tuple[Callable[..., Any], ...] = (
                  help="How layers get into a microVM: mapped, or as disks."),
     click.option("--data-disk", "data_disk_mb", type=int, metavar="MB",
                  help="A second, empty disk of a microVM."),
+    click.option("--firmware", type=click.Choice(get_args(Firmware)),
+                 help="What starts the disk of a full VM."),
+    click.option("--disk-bus", type=click.Choice(get_args(DiskBus)),
+                 help="How a full VM sees its disk."),
+    click.option("--user-data", metavar="FILE", callback=text_of,
+                 help="For cloud-init in a full VM."),
     click.option("--ttl", "ttl_running_stop", type=float, metavar="SECONDS",
                  help="Stop it after so long without a call."),
     click.option("--max-lifetime", "max_lifetime_s", type=float, metavar="SECONDS"),
@@ -88,6 +103,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Stacked on these; may be repeated.",
 )  # fmt: skip
 @click.option("--microvm", is_flag=True, help="With a kernel of its own, not as a container.")
+@click.option("--fullvm", is_flag=True, help="Boot the disk image IMAGE of the host.")
 @click.option("--rm", is_flag=True, help="Stop the sandbox when COMMAND has ended.")
 @click.option("-i", "--interactive", is_flag=True, help="Pass our stdin to COMMAND.")
 @click.option("-t", "--tty", is_flag=True, help="Give COMMAND (default: a shell) a terminal.")
@@ -110,6 +126,7 @@ async def run(
     workspace: str | None,
     toolkits: tuple[str, ...],
     microvm: bool,
+    fullvm: bool,
     rm: bool,
     interactive: bool,
     tty: bool,
@@ -129,18 +146,23 @@ async def run(
     if rm and not argv and not tty:
         raise click.UsageError("--rm needs a COMMAND or -t: the sandbox would end at once")
     rules = {**dict.fromkeys(allow, True), **dict.fromkeys(deny, False)}
+    if microvm and fullvm:
+        raise click.UsageError("a sandbox is --microvm or --fullvm")
+    layers = {"workspace": workspace, "toolkits": list(toolkits)}
     given = dict(
-        workspace=workspace,
-        toolkits=list(toolkits),
+        **{name: value for name, value in layers.items() if value},
         env=execute.pairs(env, "--env"),
         labels=execute.pairs(label, "--label"),
         network_rules=rules or None,
         **{name: value for name, value in limits.items() if value is not None},
     )
-    _check_kind(given, microvm)
+    kind = DSecFullVMRunArgs if fullvm else DSecMicroVMRunArgs if microvm else DSecContainerRunArgs
+    _check_kind(given, kind)
     with output.stages(f"pulling {image}", silent=settings.json) as show:
         told = output.staged(show)
-        if microvm:
+        if fullvm:
+            sandbox = await client.run_fullvm(DSecFullVMRunArgs(image=image, **given), timeout)
+        elif microvm:
             vm = DSecMicroVMRunArgs(image=image, **given)
             sandbox = await client.run_microvm(vm, timeout, on_progress=told)
         else:
@@ -156,13 +178,21 @@ async def run(
             await sandbox.kill()
 
 
-def _check_kind(given: dict[str, Any], microvm: bool) -> None:
-    """Refuse options of the other kind of sandbox."""
-    takes = DSecMicroVMRunArgs if microvm else DSecContainerRunArgs
+_KINDS: dict[type[msgspec.Struct], str] = {
+    DSecContainerRunArgs: "a container", DSecMicroVMRunArgs: "a microVM (--microvm)",
+    DSecFullVMRunArgs: "a full VM (--fullvm)",
+}  # fmt: skip
+
+
+def _check_kind(given: dict[str, Any], wanted: type[msgspec.Struct]) -> None:
+    """Refuse options of other kinds of sandboxes."""
     for parameter in run.params:
-        if parameter.name in given and parameter.name not in takes.__struct_fields__:
-            kind = "a container: leave --microvm out" if microvm else "a microVM: give --microvm"
-            raise click.UsageError(f"{parameter.opts[-1]} is of {kind}")
+        name = parameter.name
+        if name in given and name not in wanted.__struct_fields__:
+            kinds = [text for kind, text in _KINDS.items() if name in kind.__struct_fields__]
+            raise click.UsageError(
+                f"{parameter.opts[-1]} is of {' or '.join(kinds)}, not of {_KINDS[wanted]}"
+            )
 
 
 def _announce(settings: Settings, sandbox: Sandbox) -> None:

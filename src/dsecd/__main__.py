@@ -33,7 +33,7 @@ from dsecd.host import probe
 from dsecd.host.vitals import Vitals, protect_from_oom, raise_open_files
 from dsecd.service import Service
 from libdsec.errors import DSecError, InvalidArgument, Unsupported
-from libdsec.model import MICROVM
+from libdsec.model import FULLVM, MICROVM
 
 logger = logging.getLogger("dsecd")
 
@@ -89,25 +89,40 @@ def make_backends(config: Config) -> Backends:
     from dsecd.backends.container import ContainerBackend
 
     own, required = make_backend(config), config.vm.enabled == "yes"
-    why = _without_microvms(config)
-    if not why and not isinstance(own, ContainerBackend):
-        why = f"virtual machines are jailed in containers, and this is the {own.name} backend"
-    if why and required:
+    no_jail = ""
+    if not isinstance(own, ContainerBackend):
+        no_jail = f"virtual machines are jailed in containers, and this is the {own.name} backend"
+    no_machines = _without_machines(config)
+    absent = {
+        MICROVM: no_machines or _without_microvms(config) or no_jail,
+        FULLVM: no_machines or no_jail,
+    }
+    if why := absent[MICROVM] if required else "":
         raise Unsupported(f'vm.enabled is "yes", but {why}', reason=why)
-    backends, absent = [own], {MICROVM: why} if why else {}
-    if isinstance(own, ContainerBackend) and not why:
+    backends = [own]
+    if isinstance(own, ContainerBackend) and not absent[MICROVM]:
         from dsecd.backends.microvm import MicroVMBackend
 
         backends.append(MicroVMBackend(config, own, own.environments()))
-    return Backends(backends, absent, optional=() if required else (MICROVM,))
+    if isinstance(own, ContainerBackend) and not absent[FULLVM]:
+        from dsecd.backends.fullvm import FullVMBackend
+
+        backends.append(FullVMBackend(config, own))
+    absent = {name: why for name, why in absent.items() if why}
+    return Backends(backends, absent, optional=(FULLVM,) if required else (MICROVM, FULLVM))
+
+
+def _without_machines(config: Config) -> str:
+    """Return why there are no VMs here and what to do about it, "" when there may be some."""
+    if config.vm.enabled == "no":
+        return "the operator turned virtual machines off (vm.enabled in dsecd.toml)"
+    if shutil.which(config.vm.qemu) is None:
+        return f"{config.vm.qemu} is not installed (vm.qemu): install qemu-system-x86"
+    return ""
 
 
 def _without_microvms(config: Config) -> str:
-    """Return why there are no microVMs here and what to do about it, "" when there are."""
-    if config.vm.enabled == "no":
-        return "the operator turned microVMs off (vm.enabled in dsecd.toml)"
-    if shutil.which(config.vm.qemu) is None:
-        return f"{config.vm.qemu} is not installed (vm.qemu): install qemu-system-x86"
+    """Return what microVMs lack beside what all VMs need."""
     if not config.guest_kernel.is_file():
         return f"the guest's kernel is not at {config.guest_kernel} (vm.kernel): install one there"
     return ""

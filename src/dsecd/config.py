@@ -192,7 +192,7 @@ class Vm(_Section, frozen=True):
     others to start from; 0: every machine boots. `ping_s`: how often a guest is asked whether it
     still answers; one that halted tells nobody. `free_page_reporting`: what a guest frees goes back
     to the host, and so does, anonymous memory compressed, what it has not used for
-    `damon_min_age_s`; 0: that it keeps.
+    `damon_min_age_s`; 0: that it keeps. `images` "" → `<state>/vm/images`: disk images of full VMs.
     """
 
     enabled: Literal["auto", "yes", "no"] = "auto"
@@ -204,6 +204,7 @@ class Vm(_Section, frozen=True):
     templates: int = 16
     free_page_reporting: bool = True
     damon_min_age_s: int = 60
+    images: str = ""
 
 
 class FnCall(_Section, frozen=True):
@@ -259,6 +260,10 @@ class Config(_Section, frozen=True):
     @property
     def guest_kernel(self) -> Path:
         return Path(self.vm.kernel) if self.vm.kernel else self.state / "guest/kernel"
+
+    @property
+    def vm_images(self) -> Path:
+        return Path(self.vm.images) if self.vm.images else self.state / "vm/images"
 
     @property
     def socket(self) -> Path:

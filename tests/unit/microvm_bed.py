@@ -107,7 +107,7 @@ class Bed:
         backend._host.vmm = self.vmm
 
         async def image(layers: object) -> str:
-            backend._host.jail_image = JAIL
+            backend._host.jail.name = JAIL
             return JAIL
 
         async def start() -> None:

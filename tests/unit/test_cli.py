@@ -91,9 +91,11 @@ def test_run_makes_microvms(server, dsec):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--vcpus", "2"), "--vcpus is of a microVM: give --microvm"),
+        (("--vcpus", "2"), "--vcpus is of a microVM (--microvm) or a full VM"),
         (("--layers", "pmem"), "--layers is of a microVM"),
-        (("--microvm", "--cpus", "2"), "--cpus is of a container: leave --microvm out"),
+        (("--microvm", "--cpus", "2"), "--cpus is of a container, not of a microVM"),
+        (("--fullvm", "--layers", "pmem"), "--layers is of a microVM (--microvm), not of a full"),
+        (("--fullvm", "--microvm"), "is --microvm or --fullvm"),
         (("--microvm", "--upper", "memory"), "--upper is of a container"),
         (("--microvm", "--no-new-privileges"), "--no-new-privileges is of a container"),
         (("--microvm", "--layers", "fuse"), "'fuse' is not one of"),

@@ -53,6 +53,8 @@ def test_without_qemu_or_kernel_there_are_no_microvms_and_it_says_why(
         assert backends.names == ["fake"]
         with pytest.raises(Unsupported) as caught:
             backends.get("microvm")
+        with pytest.raises(Unsupported):
+            backends.get("fullvm")
         return caught.value.message
 
     assert "qemu-system-x86_64 is not installed (vm.qemu)" in why()
@@ -64,7 +66,7 @@ def test_without_qemu_or_kernel_there_are_no_microvms_and_it_says_why(
     (tmp_path / "guest").mkdir()
     (tmp_path / "guest/kernel").touch()
     assert "jailed in containers, and this is the fake backend" in why(qemu="qemu")
-    assert "turned microVMs off (vm.enabled" in why(enabled="no")
+    assert "turned virtual machines off (vm.enabled" in why(enabled="no")
 
 
 async def test_systemd_is_told_ready_and_that_the_loop_turns() -> None:

@@ -18,19 +18,21 @@ static int die(const char *what)
 
 int main(int argc, char **argv)
 {
-    bool vm = false;
+    bool vm = false, service = false;
     for (int i = 1; i < argc; i++) {
+        bool known = strcmp(argv[i], "--any-peer") == 0;
+        config.any_peer |= known;
         vm |= strcmp(argv[i], "--vm") == 0;
-        config.any_peer |= strcmp(argv[i], "--any-peer") == 0;
-        if (strcmp(argv[i], "--vm") != 0 && strcmp(argv[i], "--any-peer") != 0)
-            return die("usage: dsec-init [--any-peer | --vm]  (descriptors: see docs/protocol.md)");
+        service |= strcmp(argv[i], "--service") == 0;
+        if (!known && strcmp(argv[i], "--vm") != 0 && strcmp(argv[i], "--service") != 0)
+            return die("usage: dsec-init [--any-peer | --vm | --service]  (see docs/protocol.md)");
     }
     if (vm && getpid() != 1)
         return die("--vm is for PID 1 of a virtual machine: it mounts over /dev, /proc and /sys");
     /* First, so that what children inherit is mapped side by side below it, as one piece. */
     const char *problem = tables_open() ? NULL : "no memory for the tables";
     if (!problem)
-        problem = vm ? vm_open() : config_read(FD_CONFIG);
+        problem = vm || service ? vm_open(service) : config_read(FD_CONFIG);
     if (!problem)
         problem = serve_open();
     if (!problem)

@@ -17,6 +17,7 @@
 #define FILES_MAX 1048576 /* fs.nr_open */
 
 enum vm_state vm_state = VM_NONE;
+bool vm_service;
 
 int vm_mount(const char *type, const char *path, unsigned long flags, const char *options)
 {
@@ -120,22 +121,23 @@ static int open_port(void)
 
 static int run_steps(struct steps *s)
 {
-    STEP(s, "kernel_trees", mount_kernel_trees());
+    STEP(s, "kernel_trees", vm_service ? 0 : mount_kernel_trees());
     STEP(s, "descriptors", reserve_places());
     STEP(s, "limits", set_limits());
     STEP(s, "random", vm_random_open());
     STEP(s, "vmstat", vm_kills_open());
-    STEP(s, "shell", vm_place(open_path("/shell", O_RDONLY), FD_SHELL));
+    STEP(s, "shell", vm_service ? 0 : vm_place(open_path("/shell", O_RDONLY), FD_SHELL));
     STEP(s, "port", open_port());
     return 0;
 }
 
-const char *vm_open(void)
+const char *vm_open(bool service)
 {
     static char problem[128];
     struct steps steps = { .fail = "" };
     umask(022);
     vm_state = VM_WAITING;
+    vm_service = service;
     int error = run_steps(&steps);
     if (!error)
         return NULL;
@@ -164,6 +166,8 @@ bool vm_admits(struct call *call, struct mp_bytes op)
         return refuse(call, "this sandbox is no virtual machine");
     if (vm_state != VM_NONE && (mp_equal(op, "root.swap") || mp_equal(op, "fncall.serve")))
         return refuse(call, "descriptors cannot be passed into a virtual machine");
+    if (vm_service && mp_equal(op, "vm.pack"))
+        return refuse(call, "a machine with a root of its own has no layers");
     if (vm_state == VM_WAITING && !mp_equal(op, "sys.ping") && !mp_equal(op, "vm.begin")) {
         call_fail(call, "wrong_state", "the machine has not begun: vm.begin comes first");
         return false;
@@ -212,7 +216,7 @@ void vm_begin(struct call *call, struct mp_bytes raw)
         call_fail(call, "wrong_state", "the machine has begun already");
         return;
     }
-    const char *problem = args_vm_begin(raw, &args);
+    const char *problem = args_vm_begin(raw, vm_service, &args);
     if (problem) {
         call_fail(call, "invalid_argument", "%s", problem);
         return;

@@ -1,4 +1,5 @@
-/* PID 1 of a virtual machine (docs/protocol.md, "In a VM"). */
+/* The agent of a virtual machine (docs/protocol.md, "In a VM"): its PID 1, or a service of a system that has
+ * a root and a PID 1 of its own. */
 #ifndef DSEC_VM_H
 #define DSEC_VM_H
 
@@ -13,10 +14,11 @@ enum vm_state {
 };
 
 extern enum vm_state vm_state;
+extern bool vm_service; /* not PID 1 */
 
 /* What the kernel left to do: file systems, limits, and descriptors in their places: the port, the shell.
  * NULL, or what failed. */
-const char *vm_open(void);
+const char *vm_open(bool service);
 /* False when `op` is none that can be asked for now: the call has failed. */
 bool vm_admits(struct call *call, struct mp_bytes op);
 
@@ -41,6 +43,8 @@ int vm_build(struct vm_build *build, const struct vm_args *args);
 /* Make a machine that was copied one of its own. */
 int vm_build_again(struct vm_build *build, const struct vm_args *args);
 int vm_root_assemble(struct vm_build *build, const struct vm_args *args);
+int vm_spool_open(void);
+int vm_cgroup_make(uint64_t pids);
 int vm_files_write(struct vm_build *build, const struct vm_args *args);
 int vm_loopback_up(void);
 /* In the place of what it did before. */
@@ -57,7 +61,7 @@ int vm_kills_open(void);
 int vm_kills_follow(void);
 
 /* Write to a file of the kernel. */
-int vm_write(const char *path, const char *text);
+int vm_write_text(const char *path, const char *text);
 /* Mount `type` at `path`, which is made if need be. */
 int vm_mount(const char *type, const char *path, unsigned long flags, const char *options);
 /* Move `fd` to the place `number`, which is in use. Takes `fd`, which may be an error. */

@@ -225,7 +225,16 @@ static const char *check_identity(struct vm_args *args)
     return problem ? problem : check_clock(args);
 }
 
-const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
+static const char *check_root(const struct vm_args *args, bool service)
+{
+    if (service)
+        return args->layers.p || args->upper.p ? "this machine has a root: it takes no layers" : NULL;
+    if (!args->layers.p || !good_layers(args->layers))
+        return "field \"layers\" is not a list of 1 to 32 paths below /dev";
+    return is_device(args->upper) ? NULL : "field \"upper\" is not a path below /dev";
+}
+
+const char *args_vm_begin(struct mp_bytes raw, bool service, struct vm_args *out)
 {
     static const struct field fields[] = {
         FIELD(struct vm_args, "layers", layers, TEXTS),
@@ -242,12 +251,10 @@ const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out)
     };
     memset(out, 0, sizeof *out);
     const char *problem = fields_parse(raw, fields, COUNT(fields), NULL, out);
+    if (!problem)
+        problem = check_root(out, service);
     if (problem)
         return problem;
-    if (!out->layers.p || !good_layers(out->layers))
-        return "field \"layers\" is not a list of 1 to 32 paths below /dev";
-    if (!is_device(out->upper))
-        return "field \"upper\" is not a path below /dev";
     if (!out->pids.set || !out->pids.value)
         return "field \"pids\" is missing or 0";
     problem = out->reclaim_raw.p ? read_reclaim(out->reclaim_raw, out) : NULL;

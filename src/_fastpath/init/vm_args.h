@@ -23,7 +23,7 @@ struct vm_neighbour {
 };
 
 struct vm_network {
-    char interface[16]; /* "": none */
+    char interface[20]; /* its name or MAC address; "": none */
     unsigned n_addresses, n_gateways, n_neighbours;
     struct vm_address addresses[VM_ADDRESSES], gateways[VM_GATEWAYS];
     struct vm_neighbour neighbours[VM_NEIGHBOURS];
@@ -46,7 +46,8 @@ struct vm_args {
 };
 
 /* Each returns NULL, or a static text that says which field is wrong. */
-const char *args_vm_begin(struct mp_bytes raw, struct vm_args *out);
+/* `service`: the machine has a root, and is given neither layers nor an upper. */
+const char *args_vm_begin(struct mp_bytes raw, bool service, struct vm_args *out);
 const char *args_vm_renew(struct mp_bytes raw, struct vm_args *out);
 const char *args_vm_clock(struct mp_bytes raw, struct vm_args *out);
 

@@ -9,7 +9,7 @@
 
 #define CGROUP "/sys/fs/cgroup/dsec"
 
-int vm_write(const char *path, const char *text)
+int vm_write_text(const char *path, const char *text)
 {
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (fd < 0)
@@ -19,16 +19,16 @@ int vm_write(const char *path, const char *text)
     return error;
 }
 
-/* The cgroup of all commands; we stay in the root of the tree. */
+/* The cgroup of all commands; PID 1 stays in the root of the tree. */
 static int make_cgroup(uint64_t pids)
 {
     char limit[32];
     snprintf(limit, sizeof limit, "%llu", (unsigned long long)pids);
-    int error = vm_write("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu");
+    int error = vm_write_text("/sys/fs/cgroup/cgroup.subtree_control", "+memory +pids +cpu");
     if (!error && mkdir(CGROUP, 0755) < 0)
         error = -errno;
     if (!error)
-        error = vm_write(CGROUP "/pids.max", limit);
+        error = vm_write_text(CGROUP "/pids.max", limit);
     if (error)
         return error;
     int fd = open(CGROUP, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -45,17 +45,19 @@ int vm_build(struct vm_build *build, const struct vm_args *args)
     struct steps *s = &build->steps;
     STEP(s, "time", vm_time_set(args->time_ns.value)); /* first: files that are made get theirs from it */
     STEP(s, "entropy", vm_entropy_add(args->entropy));
-    int error = vm_root_assemble(build, args);
+    int error = vm_service ? 0 : vm_root_assemble(build, args);
     if (error)
         return error;
+    STEP(s, "spool", vm_service ? vm_spool_open() : 0);
     STEP(s, "files", vm_files_write(build, args));
     STEP(s, "hostname", set_hostname(args->hostname));
-    STEP(s, "cgroup", make_cgroup(args->pids.value));
+    STEP(s, "cgroup", vm_service ? vm_cgroup_make(args->pids.value) : make_cgroup(args->pids.value));
     STEP(s, "oom_kills", vm_kills_follow());
-    STEP(s, "loopback", vm_loopback_up());
+    STEP(s, "loopback", vm_service ? 0 : vm_loopback_up());
     STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
     STEP(s, "reclaim", args->min_age_s ? vm_reclaim_start(args->min_age_s, args->swap_bytes) : 0);
-    config.has_cgroup = config.has_spool = config.has_upper = config.has_shell = true;
+    config.has_cgroup = config.has_spool = true;
+    config.has_upper = config.has_shell = !vm_service;
     return enter_step(s, "");
 }
 

@@ -3,6 +3,8 @@
 #include <linux/neighbour.h>
 #include <linux/rtnetlink.h>
 #include <net/if.h>
+#include <stdio.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -144,11 +146,40 @@ int vm_loopback_up(void)
     return error;
 }
 
+static bool has_mac(int fd, const char *name, const char *wanted)
+{
+    struct ifreq request = { 0 };
+    char text[sizeof "00:00:00:00:00:00"];
+    snprintf(request.ifr_name, sizeof request.ifr_name, "%s", name);
+    if (ioctl(fd, SIOCGIFHWADDR, &request) < 0)
+        return false;
+    const uint8_t *mac = (const uint8_t *)request.ifr_hwaddr.sa_data;
+    snprintf(text, sizeof text, "%02x:%02x:%02x:%02x:%02x:%02x", mac[0], mac[1], mac[2], mac[3],
+             mac[4], mac[5]);
+    return strcmp(text, wanted) == 0;
+}
+
+/* A system of its own names interfaces as it likes. */
+static unsigned find_interface(const char *wanted)
+{
+    unsigned index = if_nametoindex(wanted);
+    struct if_nameindex *all = index ? NULL : if_nameindex();
+    int fd = all ? netlink_open() : -1;
+    for (struct if_nameindex *one = all; fd >= 0 && one->if_index && !index; one++)
+        if (has_mac(fd, one->if_name, wanted))
+            index = one->if_index;
+    if (fd >= 0)
+        close(fd);
+    if (all)
+        if_freenameindex(all);
+    return index;
+}
+
 int vm_network_up(const struct vm_network *network)
 {
-    unsigned index = if_nametoindex(network->interface);
+    unsigned index = find_interface(network->interface);
     if (!index)
-        return -errno;
+        return -ENODEV;
     int fd = netlink_open();
     if (fd < 0)
         return fd;

@@ -37,7 +37,7 @@ __attribute__((format(printf, 2, 3))) static int set(const char *path, const cha
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    return vm_write(path, text);
+    return vm_write_text(path, text);
 }
 
 /* --- swap --------------------------------------------------------------------------------- */
@@ -133,25 +133,25 @@ static int set_context(uint32_t min_age_s)
         { "schemes/0/quotas/reset_interval_ms", 1000 },
         { "schemes/0/quotas/weights/age_permil", 1000 },
     };
-    int error = vm_write("operations", "paddr");
+    int error = vm_write_text("operations", "paddr");
     for (size_t i = 0; !error && i < sizeof settings / sizeof *settings; i++)
         error = set(settings[i].path, "%llu", (unsigned long long)settings[i].value);
     if (!error)
-        error = vm_write("schemes/0/action", "pageout");
+        error = vm_write_text("schemes/0/action", "pageout");
     return error ? error : set_ranges();
 }
 
 static int damon_start(uint32_t min_age_s)
 {
-    int error = chdir(DAMON) < 0 ? -errno : vm_write("nr_kdamonds", "1");
+    int error = chdir(DAMON) < 0 ? -errno : vm_write_text("nr_kdamonds", "1");
     if (!error)
-        error = vm_write("0/contexts/nr_contexts", "1");
+        error = vm_write_text("0/contexts/nr_contexts", "1");
     if (!error && chdir("0/contexts/0") < 0)
         error = -errno;
     if (!error)
         error = set_context(min_age_s);
     if (!error)
-        error = vm_write("../../state", "on");
+        error = vm_write_text("../../state", "on");
     return chdir("/") < 0 && !error ? -errno : error;
 }
 

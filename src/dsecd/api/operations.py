@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dsecd import __version__
-from dsecd.api import policies
+from dsecd.api import displays, policies
 from dsecd.api.local import LocalCall
 from dsecd.api.progress import told
 from dsecd.engine import cpu, pausing, snapshots, usage
@@ -93,6 +93,7 @@ class Operations:
             ("sandbox.delete_checkpoint", model.CheckpointRef, self.delete_checkpoint, False),
             ("fncall.run", model.DSecFnCallArgs, self.fncall_run, False),
             *policies.entries(manager),
+            *displays.entries(manager),
         ]
         self.table = {name: Operation(name, *rest) for name, *rest in entries}
 

@@ -41,7 +41,7 @@ pty=False)``. The engine never asks for a backend's name: it reads its capabilit
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -62,8 +62,10 @@ from libdsec.model import (
     LayerCollapse,
     LayerImport,
     LayerInfo,
+    MouseButton,
     PackArgs,
     Packed,
+    Screenshot,
 )
 
 HANDLE_VERSION = 2
@@ -87,6 +89,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     oom: bool = False  # reports OOM kills
     layers: bool = False
     vm: bool = False  # its sandboxes have a kernel of their own: it takes `Spec.vm`
+    whole: bool = False  # they boot a disk image: it takes `VmSpec.full`, and no layers
     checkpoints: bool = False  # checkpoint, rollback, sandboxes that begin with a checkpoint
     pack: bool = False  # `pack_diff`, and `keep`, which grading needs
     streams: bool = False  # `open_stream`, which function calls need
@@ -167,6 +170,27 @@ class GuestNetwork(msgspec.Struct, frozen=True, kw_only=True):
     resolv_conf: str
 
 
+class Display(Protocol):
+    """The screen of a sandbox, its keyboard and its pointer.
+
+    Each raises `InvalidArgument` for what is not on the screen or the keyboard, `Unavailable`.
+    """
+
+    async def screenshot(self) -> Screenshot: ...
+
+    async def click(self, x: int, y: int, button: MouseButton | None, count: int) -> None:
+        """Go to a pixel, and press `button` there; None presses nothing."""
+
+    async def scroll(self, x: int, y: int, steps: int) -> None:
+        """Go to a pixel, and turn the wheel there: down, or up by less than 0 steps."""
+
+    async def type_text(self, text: str) -> None:
+        """Strike the keys of `text`, one after the other."""
+
+    async def press(self, keys: Sequence[str]) -> None:
+        """Hold `keys` down together, and let them go."""
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """A running sandbox."""
 
@@ -178,6 +202,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     steps_us: Mapping[str, int] = {}  # time of each step of the creation
     paused: bool = False  # of a recovered one
+    display: Display | None = None
     guest: GuestNetwork | None = None  # of one that was given `Spec.tap_user` and a network
 
 

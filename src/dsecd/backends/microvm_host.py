@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -15,15 +13,15 @@ from dsecd.backends.abc import Layers
 from dsecd.backends.microvm_saved import SavedMachines
 from dsecd.backends.microvm_template import Templates, key_of
 from dsecd.backends.spec import Spec
+from dsecd.backends.vm_jail import JailImage
 from dsecd.config import Config
-from dsecd.host import binaries, ext4, kvm, shell, vmm_tree
+from dsecd.host import binaries, ext4, kvm, shell
 from dsecd.host.qemu import Qemu
 from dsecd.host.vm_plan import Accel, Vmm, VmPlan
 from dsecd.images.flat_cache import FlatLayers
 from dsecd.images.guest import COMMAND_LINE
 from dsecd.images.initramfs import initramfs
-from libdsec.errors import AlreadyExists, NotFound, Unsupported
-from libdsec.model import LayerImport
+from libdsec.errors import Unsupported
 
 logger = logging.getLogger("dsecd.microvm")
 MIB = 1 << 20
@@ -49,8 +47,7 @@ class MicroVMHost:
         self.saved = SavedMachines(self._state / "saved")
         self.accel: Accel = "tcg"
         self.notes: tuple[str, ...] = ()
-        self.jail_image = ""  # the name of the layer with the monitor, once it is there
-        self._importing = asyncio.Lock()
+        self.jail = JailImage(config.vm.qemu, self._state)
 
     async def start(self) -> None:
         """Raises `Unsupported` with what is missing."""
@@ -59,7 +56,7 @@ class MicroVMHost:
                 f"no guest kernel at {self.kernel}: scripts/build-guest makes one", reason="kernel"
             )
         self._state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._program()
+        self.jail.program()
         self._choose_accel()
         await asyncio.to_thread(self._write_initrd)
         self.flats.start()
@@ -106,36 +103,14 @@ class MicroVMHost:
         disks = (spec.disk_bytes, spec.vm.data_disk_bytes)
         return key_of(plan, self.vmm, layers, disks, *made)
 
-    def _program(self) -> Path:
-        found = shutil.which(self._config.vm.qemu)
-        if found is None:
-            raise Unsupported(
-                f"{self._config.vm.qemu} is not installed: {vmm_tree.PACKAGE}", reason="qemu"
-            )
-        return Path(found)
-
     async def provide_jail_image(self, layers: Layers) -> str:
         """Return the name of the layer that the monitor's jail has, made when it is not there."""
-        async with self._importing:
-            if self.jail_image:
-                return self.jail_image
-            tree = await asyncio.to_thread(vmm_tree.survey, self._program())
-            try:
-                await layers.get(tree.name)
-            except NotFound:
-                await self._import(layers, tree)
-            self.jail_image = tree.name
-            return tree.name
+        return await self.jail.provide(layers)
 
-    async def _import(self, layers: Layers, tree: vmm_tree.Tree) -> None:
-        place = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="jail-", dir=self._state))
-        try:
-            await asyncio.to_thread(vmm_tree.assemble, tree, place)
-            with contextlib.suppress(AlreadyExists):  # another host of the store was quicker
-                await layers.import_(LayerImport(name=tree.name, source=str(place)))
-        finally:
-            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-        logger.info("made the jail of virtual machines: %s", tree.name)
+    @property
+    def jail_image(self) -> str:
+        """The name of the layer with the monitor, "" until it is there."""
+        return self.jail.name
 
     async def close(self) -> None:
         await self.flats.close()

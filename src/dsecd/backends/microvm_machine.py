@@ -63,7 +63,7 @@ class GuestMachine:
         self.channel: AgentChannel | None = None
         self.oom_kills = 0
         self.paused = False
-        self.ping_s = 20.0
+        self.ping_s, self.boot_s = 20.0, BOOT_S
         self._followed = False
         self._loading = False  # how that ends is the answer of `take_up`
 
@@ -76,8 +76,8 @@ class GuestMachine:
         """
         await self._run(launch)
         try:
-            async with asyncio.timeout(BOOT_S):
-                await self._connect(BOOT_S)
+            async with asyncio.timeout(self.boot_s):
+                await self._connect(self.boot_s)
                 assert self.channel is not None
                 assert self._machine is not None
                 if booted is not None:
@@ -85,7 +85,7 @@ class GuestMachine:
                 await call(self.channel, "vm.begin", pack(_now(begin)))
         except TimeoutError as error:
             raise Timeout(
-                f"the guest of {self.sandbox} did not start in {BOOT_S:.0f} s: "
+                f"the guest of {self.sandbox} did not start in {self.boot_s:.0f} s: "
                 + (await self._last_words() or "nothing on its console")
             ) from error
         except DSecError as error:
@@ -383,15 +383,18 @@ class GuestMachine:
     async def close(self) -> None:
         """Let go without touching the machine."""
         self._on_death = None
-        for task in list(self._work):
-            task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        await self._end_work()
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
         machine, self._machine = self._machine, None
         if machine is not None:
             machine.close()
+
+    async def _end_work(self) -> None:
+        for task in list(self._work):
+            task.cancel()
+        await asyncio.gather(*self._work, return_exceptions=True)
 
 
 def _now(told: T) -> T:

@@ -50,7 +50,7 @@ class Link(msgspec.Struct, kw_only=True):
     mtu: int
 
 
-def _link(guest: GuestNetwork, interface: str) -> Link:
+def link(guest: GuestNetwork, interface: str) -> Link:
     return Link(
         interface=interface,
         addresses=guest.addresses,
@@ -87,9 +87,10 @@ class Renew(Clock, kw_only=True):
 class Begin(Renew, kw_only=True):
     """Arguments of `vm.begin`."""
 
-    layers: tuple[str, ...]  # devices, bottom first
-    dax: bool
-    upper: str
+    # not of a machine that has a root of its own
+    layers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET  # devices, bottom first
+    dax: bool | msgspec.UnsetType = msgspec.UNSET
+    upper: str | msgspec.UnsetType = msgspec.UNSET
     pids: int
     reclaim: Reclaim | None
 
@@ -232,7 +233,7 @@ def renew(sandbox: str, spec: Spec, defaults: Config, devices: Devices, jail: In
             )
         ],
         hostname=spec.hostname,
-        network=_link(guest, devices.network) if guest else None,
+        network=link(guest, devices.network) if guest else None,
         time_ns=now.time_ns,
         entropy=now.entropy,
         config=init_config(sandbox, spec, defaults, caps=ALL_CAPABILITIES),

@@ -10,7 +10,7 @@ from dsecd.host.plan import Bind
 from dsecd.policy.compile import Compiled
 from dsecd.secrets.secret import Secret
 from libdsec.model import CONTAINER
-from libdsec.model_vm import VmLayers
+from libdsec.model_vm import FullVmArgs, VmLayers
 
 
 class VmSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +19,7 @@ class VmSpec(msgspec.Struct, frozen=True, kw_only=True):
     vcpus: int
     layers: VmLayers
     data_disk_bytes: int  # 0: none
+    full: FullVmArgs | None = None  # of one that boots a disk image
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):

@@ -145,12 +145,12 @@ class Manager:
                 await self._pull(sandbox)
             async with self._gate:
                 if sandbox.state == "creating":
-                    async with asyncio.timeout(self.config.limits.create_timeout_s):
+                    async with asyncio.timeout(sandbox.create_s(self.config.limits)):
                         await self._make(sandbox)
         except DSecError as caught:
             error = caught
         except TimeoutError:
-            error = Timeout(f"not running after {self.config.limits.create_timeout_s:g} s")
+            error = Timeout(f"not running after {sandbox.create_s(self.config.limits):g} s")
         except Exception as caught:
             logger.exception("create failed unexpectedly")
             error = Internal(f"create failed: {caught!r}")
@@ -200,7 +200,7 @@ class Manager:
         self._step("running")
 
     def _install(self, sandbox: Sandbox, instance: Instance) -> None:
-        sandbox.handle, sandbox.channel = instance.handle, instance.channel
+        sandbox.hold(instance)
         sandbox.address, sandbox.address6 = instance.address, instance.address6
         sandbox.notes += [note for note in instance.notes if note not in sandbox.notes]
 

@@ -120,7 +120,7 @@ async def _readopt(manager: Manager, row: Row, handle: Handle) -> bool:
     if instance is None:
         return False
     sandbox = _sandbox(manager, row, account)
-    sandbox.handle, sandbox.channel = instance.handle, instance.channel
+    sandbox.hold(instance)
     sandbox.address, sandbox.address6 = row.address, row.address6
     sandbox.state = "paused" if instance.paused else "running"
     sandbox.paused_by = row.paused_by if instance.paused else ""

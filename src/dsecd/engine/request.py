@@ -15,12 +15,13 @@ from dsecd.backends.spec import Spec, VmSpec
 from dsecd.engine.backends import require
 from dsecd.engine.policies import Account
 from libdsec.errors import InvalidArgument, Unsupported
-from libdsec.model import CONTAINER, DSecContainerRunArgs, VmArgs
+from libdsec.model import CONTAINER, DSecContainerRunArgs, FullVmArgs, VmArgs
 
 MIB = 1 << 20
 MIN_MEMORY_MB = 8
 MIN_GUEST_MB = 64  # less holds no kernel with its initramfs and agent
 MAX_VCPUS = 64
+MAX_USER_DATA = 64 << 10
 MAX_KEY = 200
 _decode = msgspec.msgpack.Decoder(DSecContainerRunArgs).decode
 _HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")
@@ -57,7 +58,14 @@ def settle(kind: Kind, backend: Backend) -> Kind:
             'leave it out, or ask for backend "microvm"',
             field="vm",
         )
-    return Kind(backend=backend.name, vm=(kind.vm or VmArgs()) if able else None)
+    vm = (kind.vm or VmArgs()) if able else None
+    if vm is not None and backend.capabilities.whole:
+        vm = msgspec.structs.replace(vm, full=vm.full or FullVmArgs())
+    elif vm is not None and vm.full is not None:
+        raise InvalidArgument(
+            f"vm.full: sandboxes of the {backend.name} backend are made of layers", field="vm"
+        )
+    return Kind(backend=backend.name, vm=vm)
 
 
 def compile_spec(
@@ -145,7 +153,22 @@ def _vm(vm: VmArgs, args: DSecContainerRunArgs) -> VmSpec:
     _require(args.memory_limit_mb >= least, "memory_limit_mb", f"at least {least} MiB for a guest")
     _require(1 <= vm.vcpus <= MAX_VCPUS, "vcpus", f"1 to {MAX_VCPUS}")
     _require(0 <= vm.data_disk_mb <= 1 << 24, "data_disk_mb", "0 (none) to 16 TiB")
-    return VmSpec(vcpus=vm.vcpus, layers=vm.layers, data_disk_bytes=vm.data_disk_mb * MIB)
+    if vm.full is not None:
+        _check_full(vm.full, args)
+        _require(not vm.data_disk_mb, "data_disk_mb", "a full VM has one disk")
+    return VmSpec(
+        vcpus=vm.vcpus, layers=vm.layers, data_disk_bytes=vm.data_disk_mb * MIB, full=vm.full
+    )
+
+
+def _check_full(full: FullVmArgs, args: DSecContainerRunArgs) -> None:
+    made = args.workspace or args.toolkits or args.from_checkpoint
+    _require(not made, "image", "a full VM is made of its image alone")
+    for field, size in (("width", full.width), ("height", full.height)):
+        _require(200 <= size <= 4096, field, "200 to 4096 pixels")
+    _require(len(full.user_data) <= MAX_USER_DATA, "user_data", f"at most {MAX_USER_DATA} bytes")
+    good = math.isfinite(full.boot_timeout) and full.boot_timeout > 0
+    _require(good, "boot_timeout", "a positive number of seconds")
 
 
 def _check_limits(args: DSecContainerRunArgs) -> None:

@@ -7,8 +7,9 @@ import time
 
 import msgspec
 
-from dsecd.backends.abc import Backend, Channel, Handle
+from dsecd.backends.abc import Backend, Channel, Display, Handle, Instance
 from dsecd.backends.spec import Spec
+from dsecd.config import Limits
 from dsecd.engine.grants import hidden
 from dsecd.engine.journal import Journal, PausedBy, Row, RowState
 from dsecd.engine.lifecycle import ALIVE, FINAL, Action, after
@@ -28,10 +29,11 @@ class Sandbox:
 
     __slots__ = (
         "account", "address", "address6", "args", "backend", "calls", "channel", "claim_deadline",
-        "claims", "commands", "cpu_class", "cpu_notes", "created_at", "ended_at", "entered",
-        "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "kind", "lifetime_end",
-        "node", "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready", "reason",
-        "report", "saving", "sealed", "spec", "started", "state", "task", "waiters", "waking",
+        "claims", "commands", "cpu_class", "cpu_notes", "created_at", "display", "ended_at",
+        "entered", "error", "gone", "handle", "id", "idle_s", "idle_since", "key", "kind",
+        "lifetime_end", "node", "notes", "oom_kills", "own", "owner", "paused_by", "pull", "ready",
+        "reason", "report", "saving", "sealed", "spec", "started", "state", "task", "waiters",
+        "waking",
     )  # fmt: skip
 
     def __init__(
@@ -57,6 +59,7 @@ class Sandbox:
         self.started = now = loop.time()
         self.handle: Handle | None = None
         self.channel: Channel | None = None
+        self.display: Display | None = None
         self.address, self.address6 = "", ""
         self.notes: list[str] = []  # those of the backend
         self.account: Account | None = None  # of its policy
@@ -91,6 +94,16 @@ class Sandbox:
     def carries(self, labels: dict[str, str]) -> bool:
         """Whether all of `labels` are among its own."""
         return all(self.args.labels.get(key) == value for key, value in labels.items())
+
+    def hold(self, instance: Instance) -> None:
+        """Keep what `instance` is reached by."""
+        self.handle, self.channel = instance.handle, instance.channel
+        self.display = instance.display
+
+    def create_s(self, limits: Limits) -> float:
+        """Return how long its creation may take: a whole system has its own idea of that."""
+        full = self.spec.vm.full if self.spec.vm is not None else None
+        return limits.create_timeout_s + (full.boot_timeout if full is not None else 0.0)
 
     def require_alive(self) -> None:
         """Raise `WrongState`, and why it ended, unless it is running or paused."""

@@ -60,7 +60,7 @@ class Qemu:
     lacks: Mapping[Lack, str] = MappingProxyType({})
 
     def __init__(self, program: str = PROGRAM) -> None:
-        self._program = program
+        self.program = program
 
     def compile(self, plan: VmPlan) -> Launch:
         """See `Vmm`."""
@@ -71,7 +71,7 @@ class Qemu:
                 field="layers",
             )
         return Launch(
-            argv=(self._program, *_arguments(plan)),
+            argv=(self.program, *_arguments(plan)),
             devices=Devices.of(plan),
             env={"LD_PRELOAD": RAM_LIBRARY} if plan.ram.read_only else {},
         )
@@ -101,18 +101,18 @@ class Qemu:
 def _arguments(plan: VmPlan) -> list[str]:
     return [
         *_FIXED,
-        *_processor(plan),
-        *_memory(plan),
+        *processor(plan),
+        *memory(plan),
         *_kernel(plan),
-        *_channels(plan),
-        *_network(plan),
+        *channels(plan),
+        *network(plan),
         *_disk("upper", plan.upper, 0),
         *(_disk("data", plan.data, 1) if plan.data else ()),
         *(word for index in range(len(plan.layers)) for word in _layer(plan, index)),
     ]
 
 
-def _processor(plan: VmPlan) -> list[str]:
+def processor(plan: VmPlan) -> list[str]:
     accel = "kvm"
     if plan.accel == "tcg":
         accel = f"tcg,thread=multi,tb-size={TRANSLATED_BYTES >> 20}"
@@ -120,7 +120,7 @@ def _processor(plan: VmPlan) -> list[str]:
     return ["-accel", accel, "-cpu", cpu, "-smp", f"{plan.vcpus}"]
 
 
-def _memory(plan: VmPlan) -> list[str]:
+def memory(plan: VmPlan) -> list[str]:
     """Return RAM, and room beyond it into which layers are mapped.
 
     RAM is shared even where it lies in no file: so a page is taken back by punching a hole, and
@@ -132,7 +132,7 @@ def _memory(plan: VmPlan) -> list[str]:
     if plan.ram.path:
         # one that is only read is taken for shared, so that it is not in what `save` writes
         share = "on" if plan.ram.shared or plan.ram.read_only else "off"
-        path = _value(plan.ram.path)
+        path = value(plan.ram.path)
         ram = f"memory-backend-file,id=ram,{size},mem-path={path},share={share}"
     else:
         ram = f"memory-backend-memfd,id=ram,{size},share=on"
@@ -152,14 +152,14 @@ def _kernel(plan: VmPlan) -> list[str]:
     return words
 
 
-def _channels(plan: VmPlan) -> list[str]:
+def channels(plan: VmPlan) -> list[str]:
     """Return monitor, console, the agent's port, and the other devices of slot 1."""
     words = [
-        "-chardev", f"socket,id=qmp,path={_value(plan.control_socket)},server=on,wait=off",
+        "-chardev", f"socket,id=qmp,path={value(plan.control_socket)},server=on,wait=off",
         "-mon", "chardev=qmp,mode=control",
         "-chardev", f"ringbuf,id=console,size={CONSOLE_BYTES}",
         "-serial", "chardev:console",
-        "-chardev", f"socket,id=agent,path={_value(plan.agent_socket)},server=on,wait=off",
+        "-chardev", f"socket,id=agent,path={value(plan.agent_socket)},server=on,wait=off",
         "-device", _pci("virtio-serial-pci-non-transitional,id=serial,max_ports=2", 1, 0),
         "-device", f"virtserialport,bus=serial.0,chardev=agent,name={AGENT_PORT},id=agent",
         "-device", _pci("virtio-rng-pci-non-transitional", 1, 1),
@@ -174,10 +174,10 @@ def _channels(plan: VmPlan) -> list[str]:
     return words
 
 
-def _network(plan: VmPlan) -> list[str]:
+def network(plan: VmPlan) -> list[str]:
     if plan.network is None:
         return []
-    interface = _value(plan.network.interface)
+    interface = value(plan.network.interface)
     device = f"virtio-net-pci-non-transitional,netdev=net,mac={plan.network.mac},romfile="
     return [
         "-netdev", f"tap,id=net,ifname={interface},script=no,downscript=no",
@@ -193,7 +193,7 @@ def _disk(name: str, path: str, function: int) -> list[str]:
     """
     backend = (
         f"driver=raw,node-name={name},discard=unmap,detect-zeroes=unmap,file.driver=file,"
-        f"file.filename={_value(path)},file.aio=threads,file.discard=unmap"
+        f"file.filename={value(path)},file.aio=threads,file.discard=unmap"
     )
     device = (
         f"virtio-blk-pci-non-transitional,drive={name},id={name},serial={name},num-queues=1,"
@@ -204,7 +204,7 @@ def _disk(name: str, path: str, function: int) -> list[str]:
 
 def _layer(plan: VmPlan, index: int) -> list[str]:
     layer = plan.layers[index]
-    name, path = f"layer{index}", _value(layer.path)
+    name, path = f"layer{index}", value(layer.path)
     slot, function = _LAYER_SLOT + index // _FUNCTIONS, index % _FUNCTIONS
     if layer.device == "pmem":
         memory = f"memory-backend-file,id={name}-file,size={layer.size_bytes},mem-path={path}"
@@ -226,6 +226,6 @@ def _pci(device: str, slot: int, function: int) -> str:
     return f"{device},addr={slot:#x}.{function}{several}"
 
 
-def _value(text: str) -> str:
+def value(text: str) -> str:
     """Return a value of an option: a comma in it is doubled."""
     return text.replace(",", ",,")

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -81,7 +81,7 @@ class QemuMachine:
         root: Path,
         on_event: OnEvent,
         timeout_s: float,
-    ) -> QemuMachine:
+    ) -> Self:
         """Return the machine behind a connection to its monitor. Raises as `Vmm.connect`."""
         machine = cls(pid, root, on_event)
         machine._qmp = await Qmp.connect(connection, machine._happened, machine._lost, timeout_s)

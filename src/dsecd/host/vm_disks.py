@@ -39,6 +39,20 @@ def place_empty(root: Path, path: str, size: int) -> None:
         os.close(fd)
 
 
+def write(root: Path, path: str, content: bytes) -> None:
+    """Make the new file `path` with `content`. Raises `OSError`."""
+    fd = _create(root, path)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+
+
+def read(root: Path, path: str, most_bytes: int) -> bytes:
+    """Return the first `most_bytes` of the file `path`. Raises `OSError`."""
+    fd = open_inside(root, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(most_bytes)
+
+
 def _create(root: Path, path: str) -> int:
     directory = open_inside(root, str(Path(path).parent), os.O_PATH | os.O_DIRECTORY)
     try:

@@ -25,8 +25,12 @@ PACKAGE = "qemu-system-x86 (apt-get install --no-install-recommends qemu-system-
 VMM_UID = 1000  # of the user `vmm` inside
 LAYER = "base/dsec-qemu"
 
-# What a q35 machine that is given its kernel reads: a BIOS, the faster qboot, and option ROMs.
-_FIRMWARE = ("bios-256k.bin", "qboot.rom", "linuxboot_dma.bin", "kvmvapic.bin")
+# What a q35 machine reads: a BIOS and that of its screen, the faster qboot for one that is given
+# its kernel, option ROMs, and what the screen's server knows of keyboards.
+_FIRMWARE = (
+    "bios-256k.bin", "qboot.rom", "linuxboot_dma.bin", "kvmvapic.bin", "vgabios-stdvga.bin",
+    "keymaps/en-us",
+)  # fmt: skip
 _FIRMWARE_PLACES = (Path("/usr/share/qemu"), Path("/usr/share/seabios"))
 _FIRMWARE_TARGET = "usr/share/qemu"
 _MODULES = ("accel-tcg-x86_64.so",)  # of QEMU; where it is none, it is built in
