@@ -24,9 +24,9 @@ from libdsec.sandbox import Sandbox
 
 TURNS = "turns of agents in machines"
 LIVES = Scale(sandboxes=6, compression=15, burst_s=10, window_s=90)
-QUICK_LIVES = Scale(sandboxes=3, compression=20, burst_s=5, window_s=60)
+QUICK_LIVES = Scale(sandboxes=2, compression=12, burst_s=2, window_s=80)
 ROUNDS = 3
-MIN_AGE_S = 4  # compressed as lives are: shorter than a median turn's wait
+MIN_AGE_S = 4  # a minute, compressed as lives are
 MEMORY_MB, DISK_MB = 512, 512
 VM: dict[replay.Mode, dict[str, object]] = {
     "off": {"free_page_reporting": False},

@@ -73,6 +73,7 @@ def test_what_was_held_before_is_not_the_guests() -> None:
     run = Run(before=100, seen=[(0.0, 0), (2.0, 50), (3.0, 30)])
     assert run.peak == 50
     assert run.integral == pytest.approx(50 + 40)
+    assert run.mean == pytest.approx(30)
     run.look(0.0, 160)
     assert run.seen[-1][1] == 60
 

@@ -19,7 +19,7 @@
 #define ZRAM_SIZE "/sys/block/zram0/disksize"
 #define ZRAM "/dev/zram0"
 #define REPORTED "/sys/module/page_reporting/parameters/page_reporting_order"
-#define REPORTED_ORDER 5 /* 128 KiB: by default 2 MiB, of which few are free after single pages were taken */
+#define REPORTED_ORDER 3 /* 32 KiB: by default 2 MiB, of which few are free after single pages were taken */
 
 #define LOOK_MS 200ull /* often enough to tell what is cold, seldom enough for a machine that idles */
 #define ROUND_MS 2000ull
@@ -120,8 +120,8 @@ static int set_context(uint32_t min_age_s)
     } settings[] = {
         { "monitoring_attrs/intervals/sample_us", LOOK_MS * 1000 },
         { "monitoring_attrs/intervals/aggr_us", ROUND_MS * 1000 },
-        { "monitoring_attrs/nr_regions/min", 10 },
-        { "monitoring_attrs/nr_regions/max", 200 },
+        { "monitoring_attrs/nr_regions/min", 100 }, /* a page in use keeps all of its region */
+        { "monitoring_attrs/nr_regions/max", 400 },
         { "targets/nr_targets", 1 },
         { "schemes/nr_schemes", 1 },
         { "schemes/0/access_pattern/sz/min", 4096 },
@@ -129,7 +129,8 @@ static int set_context(uint32_t min_age_s)
         { "schemes/0/access_pattern/nr_accesses/max", 0 },
         { "schemes/0/access_pattern/age/min", (min_age_s * 1000ull + ROUND_MS - 1) / ROUND_MS },
         { "schemes/0/access_pattern/age/max", UINT_MAX },
-        { "schemes/0/quotas/bytes", 32u << 20 }, /* looked at each second: a bound of the CPU time */
+        /* looked at each second, what is free included; a bound in time would be one of a busy host's time */
+        { "schemes/0/quotas/bytes", 64u << 20 },
         { "schemes/0/quotas/reset_interval_ms", 1000 },
         { "schemes/0/quotas/weights/age_permil", 1000 },
     };
