@@ -8,7 +8,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "loop.h"
 #include "vm.h"
+
+#define INTERFACE_WAIT_US 60000000
+#define INTERFACE_POLL_US 20000
 
 struct request {
     struct nlmsghdr head;
@@ -159,7 +163,7 @@ static bool has_mac(int fd, const char *name, const char *wanted)
     return strcmp(text, wanted) == 0;
 }
 
-/* A system of its own names interfaces as it likes. */
+/* A system of its own names interfaces as it likes. 0: there is none. */
 static unsigned find_interface(const char *wanted)
 {
     unsigned index = if_nametoindex(wanted);
@@ -175,9 +179,19 @@ static unsigned find_interface(const char *wanted)
     return index;
 }
 
+/* As a service we may begin before its driver was loaded. */
+static unsigned await_interface(const char *wanted)
+{
+    unsigned index;
+    for (uint64_t until = now_us() + INTERFACE_WAIT_US;
+         !(index = find_interface(wanted)) && vm_service && now_us() < until;)
+        usleep(INTERFACE_POLL_US);
+    return index;
+}
+
 int vm_network_up(const struct vm_network *network)
 {
-    unsigned index = find_interface(network->interface);
+    unsigned index = await_interface(network->interface);
     if (!index)
         return -ENODEV;
     int fd = netlink_open();
