@@ -125,20 +125,16 @@ async def test_what_a_workspace_holds(client: DSecClient, repository: Path) -> N
     assert not Path("/var/tmp/hooked").exists()
 
 
-@pytest.mark.parametrize("ref", ["v1", "topic/x", "commit", "hidden"])
-async def test_refs(client: DSecClient, repository: Path, ref: str) -> None:
+async def test_refs(client: DSecClient, repository: Path) -> None:
     head = git(repository, "rev-parse", "main~1").strip()
-    if ref == "commit":
-        ref = head[:12]
-    elif ref == "hidden":
-        git(repository, "update-ref", "refs/pull/7/head", head)
-        ref = "refs/pull/7/head"
-    await client.layers.import_("workspace/w:1", f"git:{repository}#{ref}")
-    async with await client.run_container(arguments()) as box:
-        found = await shell(box, f"cd {WORKSPACE}; ls; cat .git/HEAD .git/refs/heads/* || true")
-        assert "second" not in found.split()
-        branch = "ref: refs/heads/topic/x" if ref == "topic/x" else head
-        assert branch in found
+    git(repository, "update-ref", "refs/pull/7/head", head)
+    for number, ref in enumerate(("v1", "topic/x", head[:12], "refs/pull/7/head")):
+        workspace = f"workspace/w{number}:1"
+        await client.layers.import_(workspace, f"git:{repository}#{ref}")
+        async with await client.run_container(arguments(workspace=workspace)) as box:
+            found = await shell(box, f"cd {WORKSPACE}; ls; cat .git/HEAD .git/refs/heads/* || true")
+        assert "second" not in found.split(), ref
+        assert ("ref: refs/heads/topic/x" if ref == "topic/x" else head) in found
 
 
 async def test_where_it_is_put(client: DSecClient, repository: Path) -> None:
@@ -164,29 +160,27 @@ async def test_a_repository_of_another_user(client: DSecClient, repository: Path
         await client.layers.import_("workspace/w:2", f"git:{repository}")
 
 
-@pytest.mark.parametrize(
-    ("source", "kind", "message"),
-    [
-        ("{}#none", NotFound, "has no branch, tag or commit none"),
-        ("{}#-x", InvalidArgument, "is not a branch, tag or commit"),
-        ("/nowhere", InvalidArgument, "/nowhere does not exist on the daemon's host"),
-        ("/etc", InvalidArgument, "/etc is not a git repository"),
-        ("http://127.0.0.1:9/x.git", Unavailable, "cannot be cloned: fatal: unable to access"),
-        ("relative/path", InvalidArgument, "neither an absolute path nor a URL"),
-        ("ext::sh -c 'touch /var/tmp/ran'", InvalidArgument, "neither an absolute path"),
-        ("https://ext::x/y", InvalidArgument, "neither an absolute path"),
-        ("ssh://git@host/x.git", InvalidArgument, "clone other repositories yourself"),
-        ("git@host:x.git", InvalidArgument, "clone other repositories yourself"),
-        ("--upload-pack=x", InvalidArgument, "neither an absolute path"),
-        ("https://me:secret@host/x.git", InvalidArgument, "would leave it in the layer"),
-    ],
+REFUSED: tuple[tuple[str, type[DSecError], str], ...] = (
+    ("{}#none", NotFound, "has no branch, tag or commit none"),
+    ("{}#-x", InvalidArgument, "is not a branch, tag or commit"),
+    ("/nowhere", InvalidArgument, "/nowhere does not exist on the daemon's host"),
+    ("/etc", InvalidArgument, "/etc is not a git repository"),
+    ("http://127.0.0.1:9/x.git", Unavailable, "cannot be cloned: fatal: unable to access"),
+    ("relative/path", InvalidArgument, "neither an absolute path nor a URL"),
+    ("ext::sh -c 'touch /var/tmp/ran'", InvalidArgument, "neither an absolute path"),
+    ("https://ext::x/y", InvalidArgument, "neither an absolute path"),
+    ("ssh://git@host/x.git", InvalidArgument, "clone other repositories yourself"),
+    ("git@host:x.git", InvalidArgument, "clone other repositories yourself"),
+    ("--upload-pack=x", InvalidArgument, "neither an absolute path"),
+    ("https://me:secret@host/x.git", InvalidArgument, "would leave it in the layer"),
 )
-async def test_what_is_refused(
-    client: DSecClient, repository: Path, source: str, kind: type[DSecError], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        await client.layers.import_("workspace/w:1", "git:" + source.format(repository))
-    assert [info.name for info in await client.layers.list()] == [IMAGE]
+
+
+async def test_what_is_refused(client: DSecClient, repository: Path) -> None:
+    for source, kind, message in REFUSED:
+        with pytest.raises(kind, match=message):
+            await client.layers.import_("workspace/w:1", "git:" + source.format(repository))
+        assert [info.name for info in await client.layers.list()] == [IMAGE], source
 
 
 async def test_a_repository_without_commits(client: DSecClient, tmp_path: Path) -> None:
