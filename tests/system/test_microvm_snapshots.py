@@ -31,7 +31,7 @@ IDENTITY = (
 # counts in a variable of a shell: no disk has it
 PROCESS = (
     "echo $(sh -c 'echo $PPID') > /dev/shm/pid; n=0;"
-    "while sleep 0.3; do n=$((n+1)); echo $n > /dev/shm/count; done"
+    "while sleep 0.3; do n=$((n+1)); echo $n > /dev/shm/n; mv /dev/shm/n /dev/shm/count; done"
 )
 
 
