@@ -117,7 +117,8 @@ class FakeMachine:
     async def save(self, state: str) -> None:
         self.did.append("save")
         if self._root is not None:
-            (self._root / state.lstrip("/")).write_bytes(b"devices")
+            with (self._root / state.lstrip("/")).open("xb") as file:
+                file.write(b"devices")
 
     async def load(self, state: str) -> None:
         self.did.append("load")

@@ -145,10 +145,13 @@ async def test_what_a_daemon_had_not_journalled_goes_and_the_guest_goes_on(bed: 
     await bed.backend.checkpoint(handle, journal.save)
     for left in (".half", "whole"):
         (bed.config.state / "vm/saved" / left).mkdir()
+    (bed.root / "vm/state").write_bytes(b"half of one")
     bed.vmm.state = "saved"  # it died before it let the guest go on
     assert await next_daemon(bed, journal.handles[-1]) is not None
     assert bed.vmm.machine.did == ["boot", "cont"]
     assert saved(bed) == [journal.held.checkpoints[0].place]
+    await bed.backend.checkpoint(journal.handles[-1], journal.save)
+    assert len(saved(bed)) == 2
 
 
 # --- rollback -------------------------------------------------------------------------------------

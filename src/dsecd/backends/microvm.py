@@ -48,7 +48,7 @@ from dsecd.backends.microvm_plan import (
     renew,
     vm_plan,
 )
-from dsecd.backends.microvm_saved import SavedMachine
+from dsecd.backends.microvm_saved import SavedMachine, whole
 from dsecd.backends.spec import Spec
 from dsecd.config import Config
 from dsecd.host import addresses, network_veth, vm_disks
@@ -446,14 +446,17 @@ class MicroVMBackend:
     async def rollback(self, handle: Handle, checkpoint: str, save: Save) -> model.Checkpoint:
         """Its memory, too: every process is what it was, and so are clocks but the real one."""
         holding = self._holdings[handle.sandbox]
+        return await whole(self._roll_back(holding, checkpoint, save))
+
+    async def _roll_back(self, holding: Holding, checkpoint: str, save: Save) -> model.Checkpoint:
         try:
             made = await self._checkpoints.rollback(holding, self._root(holding), checkpoint, save)
-            if holding.held.ruled:
-                await _name_resolver(holding)
         except (DSecError, OSError) as error:
             if holding.held.returning and holding.machine is not None:
                 holding.machine.fail(f"it did not go back to a checkpoint: {error}")
             raise
+        if holding.held.ruled:  # the checkpoint may be older than its rules
+            await _name_resolver(holding)
         return made
 
     async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:

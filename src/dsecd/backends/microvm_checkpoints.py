@@ -96,16 +96,16 @@ class Checkpoints:
     async def make(self, holding: Holding, root: Path, save: Save) -> model.Checkpoint:
         """Remember the machine as it is. Raises `Exhausted`, `Timeout`, `Unavailable`."""
         begun = time.perf_counter()
-        held, machine = holding.held, _machine(holding)
-        async with machine.standing() as monitor:
-            still = time.perf_counter()
-            place = await self._host.saved.make(
-                root, held.plan, monitor, held.base, _disks(held.plan)
-            )
-        frozen_ms = (time.perf_counter() - still) * 1e3
+        held, machine, place = holding.held, _machine(holding), ""
         number = held.made + 1
-        made = Checkpoint(id=f"c{number}", place=place, created_at=time.time())
         try:
+            async with machine.standing() as monitor:
+                still = time.perf_counter()
+                place = await self._host.saved.make(
+                    root, held.plan, monitor, held.base, _disks(held.plan)
+                )
+            frozen_ms = (time.perf_counter() - still) * 1e3
+            made = Checkpoint(id=f"c{number}", place=place, created_at=time.time())
             await holding.change(save, checkpoints=(*held.checkpoints, made), made=number)
         except BaseException:
             await self._host.saved.release(place)
@@ -197,7 +197,7 @@ class Checkpoints:
             if went_on:  # its disks are ahead of what is saved
                 machine.fail(f"it did not go on after a pause: {error}")
                 await self._host.saved.release(held.saved)
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+            if isinstance(error, OSError):
                 raise Unavailable(f"what was saved cannot be taken up: {error}") from error
             raise
         await self._host.saved.release(held.saved)

@@ -24,7 +24,7 @@ from libdsec.wire import pack
 
 logger = logging.getLogger("dsecd.microvm")
 BOOT_S = 120.0  # an emulated guest on a busy host; a quick one has booted in two
-LOAD_S = 20.0  # to take up a saved guest and have its answer; takes half a second
+LOAD_S = 40.0  # to take up a saved guest and have its answer; takes half a second
 ANSWER_S = 10.0  # of an agent that runs, to the first frame of a connection
 AGAIN_S = 0.2  # long enough for the guest to see that the host went away
 SILENT_S = 60.0

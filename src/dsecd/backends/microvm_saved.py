@@ -16,6 +16,7 @@ import secrets
 import shutil
 from collections.abc import Awaitable
 from pathlib import Path
+from typing import TypeVar
 
 from dsecd.host import vm_disks, vm_pages, vm_ram
 from dsecd.host.vm_plan import Machine, VmPlan
@@ -24,6 +25,7 @@ from libdsec.errors import Exhausted
 
 logger = logging.getLogger("dsecd.microvm")
 RAM, STATE = "ram", "state"
+T = TypeVar("T")
 STATE_INSIDE = "/vm/state"  # in the jail, while it is written or read
 
 
@@ -45,6 +47,8 @@ class SavedMachine:
 
         `base` has the memory that it stands on, if it is another file than its own.
         """
+        # a daemon that was killed may have left one
+        await asyncio.to_thread(vm_disks.remove, root, STATE_INSIDE)
         await machine.save(STATE_INSIDE)
         await asyncio.to_thread(self._take, root, plan, machine.pid, base, disks)
 
@@ -121,7 +125,7 @@ class SavedMachines:
         try:
             made.place.mkdir(mode=0o700)
             with disk.full_named("a machine was saved"):
-                await _whole(made.take(root, plan, machine, self.ram(base), disks))
+                await whole(made.take(root, plan, machine, self.ram(base), disks))
             made.place.rename(self._directory / name)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, made.place, ignore_errors=True)
@@ -169,11 +173,11 @@ class SavedMachines:
         return [str(entry) for entry in stale]
 
 
-async def _whole(work: Awaitable[None]) -> None:
-    """Wait until `work` has ended, also when cancelled: its thread writes into what is removed."""
+async def whole(work: Awaitable[T]) -> T:
+    """Wait until `work` has ended, also when cancelled: it must not be left half done."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         with contextlib.suppress(Exception):
             await task

@@ -65,10 +65,13 @@ def _own_pages(pid: int, base: Path) -> Iterator[tuple[int, int, int]]:
 def _mapping(pid: int, base: Path) -> tuple[int, int]:
     """Return where `base` begins in the memory of `pid`, and how long it is mapped."""
     wanted = base.stat()
-    device = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x}"
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        span, _, offset, where, inode = line.split(maxsplit=5)[:5]
-        if (where, inode, int(offset, 16)) == (device, str(wanted.st_ino), 0):
-            start, end = (int(text, 16) for text in span.split("-"))
+        span, _, offset, _, inode = line.split(maxsplit=5)[:5]
+        if inode != str(wanted.st_ino) or int(offset, 16):
+            continue
+        start, end = (int(text, 16) for text in span.split("-"))
+        # the device that is named beside it is not always what stat(2) says (btrfs)
+        found = Path(f"/proc/{pid}/map_files/{start:x}-{end:x}").stat()
+        if found.st_dev == wanted.st_dev and end - start == wanted.st_size:
             return start, end - start
-    raise Unavailable(f"process {pid} has no memory on {base}")
+    raise Unavailable(f"process {pid} does not have all of {base} in its memory")
