@@ -22,7 +22,7 @@ from dsec_bench.vm import plain
 from dsec_bench.vm.bed import MIB, Bed, Host
 from dsec_bench.vm.monitors import held_bytes, monitors
 
-from libdsec.model import VmLayers
+from libdsec.model_vm import VmLayers
 from libdsec.sandbox import Sandbox
 
 SIZE = 180 * MIB

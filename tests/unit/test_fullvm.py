@@ -34,8 +34,8 @@ from libdsec.errors import (
 from libdsec.model import DSecFullVMRunArgs, FullVmArgs, VmArgs
 from libdsec.request import request_of
 from libdsec.wire import pack
+from tests.unit.microvm_bed import Ears, Jail
 from tests.unit.microvm_fakes import FakeMachine, FakeVmm
-from tests.unit.test_microvm import Ears, Jail
 
 MIB = 1 << 20
 ID = "s0-n0-1-1"
@@ -92,7 +92,8 @@ class Bed:
         (self.root / "vm").mkdir(parents=True)
         (self.images / "disk.raw").write_bytes(bytes(MIB))
         self.config = Config(paths=Paths(state=str(tmp_path / "state")))
-        self.jail, self.vmm, self.ears = Jail(), FullFakeVmm(), Ears()
+        self.vmm, self.ears = FullFakeVmm(), Ears()
+        self.jail = Jail(self.vmm)
         monkeypatch.setattr(fullvm_display, "KEY_S", 0)
         monkeypatch.setattr("dsecd.host.vm_disks.root_of", lambda pid: self.root)
         self.saved: list[Handle] = []

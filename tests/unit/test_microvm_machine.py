@@ -25,6 +25,7 @@ from tests.unit.microvm_fakes import Answer, FakeVmm, Silence
 PLAN = VmPlan(memory_bytes=64 << 20, kernel="/vm/kernel", upper="/vm/upper.img")
 LAUNCH = Launch(argv=("true",), devices=Devices.of(PLAN))
 BEGIN = Begin(
+    reclaim=None,
     layers=("/dev/pmem0",), dax=True, upper="/dev/vda", files=[], hostname="h", pids=9,
     network=None, time_ns=1, entropy=b"e" * 64, config=b"",
 )  # fmt: skip
