@@ -89,7 +89,7 @@ class DSecClientSync(_Client):  # type: ignore[misc, valid-type]
 
 
 __all__ = [
-    "CommandHandleSync", "CommandsSync", "DSecClientSync", "FilesSync", "ForwardServerSync",
-    "LayersSync", "PtySync", "SandboxSync", "SessionSync", "StreamReaderSync", "StreamWriterSync",
-    "WatchHandleSync",
+    "CommandHandleSync", "CommandsSync", "DSecClientSync", "DisplaySync", "FilesSync",
+    "ForwardServerSync", "LayersSync", "PtySync", "SandboxSync", "SessionSync", "StreamReaderSync",
+    "StreamWriterSync", "WatchHandleSync",
 ]  # fmt: skip

@@ -143,7 +143,7 @@ async def test_what_is_wrong_with_the_arguments_is_named(fresh: Guest, waiting: 
         "entropy": [None, b"x" * 63],
         "config": [None, b"\x81\xa5wrong\x01"],
         "network": [
-            network | {"interface": "x" * 16},
+            network | {"interface": "x" * 20},
             network | {"addresses": ["10.0.0.1"]},
             network | {"addresses": ["10.0.0.1/33"]},
             network | {"gateways": ["10.0.0.1/8"]},

@@ -32,6 +32,7 @@ _AXIS_MOST = 0x7FFF  # of an absolute position (INPUT_EVENT_ABS_MAX)
 _LOOK_AGAIN_S = 0.02
 _DISK = "upper"  # the node that holds snapshots
 _LOAD = "snapshot-load"
+_VIRTIO_DISK = "virtio-blk-pci,num-queues=1"
 # QEMU 7.2 tells any failure to write memory as an error of the device
 _FULL = ("No space left", "Error while writing VM state")
 
@@ -193,7 +194,9 @@ def _disk(plan: FullVmPlan) -> list[str]:
         "file": {"driver": "file", "filename": plan.upper, "discard": "unmap"},
     }  # fmt: skip
     words = [word for image in (base, upper) for word in ("-blockdev", _json(image))]
-    return [*words, "-device", _device(plan, _DISK, 0) + ",bootindex=0,werror=report,rerror=report"]
+    device = f"drive={_DISK},id={_DISK}-disk,bootindex=0,werror=report,rerror=report"
+    kind = "ide-hd,bus=ide.0" if plan.bus == "sata" else _VIRTIO_DISK
+    return [*words, "-device", f"{kind},{device}"]
 
 
 def _seed(plan: FullVmPlan) -> list[str]:
@@ -201,14 +204,9 @@ def _seed(plan: FullVmPlan) -> list[str]:
         "driver": "raw", "node-name": "seed", "read-only": True,
         "file": {"driver": "file", "filename": plan.seed},
     }  # fmt: skip
-    return ["-blockdev", _json(image), "-device", _device(plan, "seed", 1)]
-
-
-def _device(plan: FullVmPlan, node: str, number: int) -> str:
-    if plan.bus == "sata":
-        kind = "ide-hd" if node == _DISK else "ide-cd"
-        return f"{kind},bus=ide.{number},drive={node},id={node}-disk"
-    return f"virtio-blk-pci,drive={node},id={node}-disk,serial={node},num-queues=1"
+    # no SATA disk is read-only, and no CD has the sectors of a FAT file system
+    kind = "usb-storage,bus=usb.0" if plan.bus == "sata" else _VIRTIO_DISK
+    return ["-blockdev", _json(image), "-device", f"{kind},drive=seed,id=seed-disk"]
 
 
 def _json(image: dict[str, Any]) -> str:
