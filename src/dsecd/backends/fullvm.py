@@ -11,25 +11,20 @@ import asyncio
 import functools
 import logging
 import os
-import socket
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
 
-from dsecd.backends import abc
 from dsecd.backends.abc import (
     Backend,
     Capabilities,
     Handle,
     Instance,
-    Layers,
     Listener,
     Save,
-    Usage,
 )
-from dsecd.backends.agent import call
 from dsecd.backends.fullvm_display import FullVMDisplay
 from dsecd.backends.fullvm_host import FullVMHost
 from dsecd.backends.fullvm_machine import FullGuestMachine, GuestChannel
@@ -44,41 +39,33 @@ from dsecd.backends.fullvm_plan import (
     machine_jail_spec,
     machine_plan,
 )
-from dsecd.backends.microvm_plan import UPPER, VMM_DISK_BYTES, check_policy
+from dsecd.backends.microvm_plan import UPPER, check_policy
 from dsecd.backends.spec import Spec
+from dsecd.backends.vm_jailed import MECHANISMS, HeldJail, JailedBackend
 from dsecd.config import Config
-from dsecd.host import addresses, network_veth, qcow2, vm_disks
+from dsecd.host import qcow2, vm_disks
 from dsecd.host.fullvm_plan import FullVmPlan
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Death
-from dsecd.policy.rules import NetPolicy
-from libdsec import model
 from libdsec.errors import (
     DSecError,
     Exhausted,
     NotFound,
-    Timeout,
     Unavailable,
-    Unsupported,
     WrongState,
 )
-from libdsec.model import Checkpoint, Feature, PackArgs, Packed, WriteArgs
-from libdsec.wire import pack
+from libdsec.model import Checkpoint, PackArgs, Packed
 
 logger = logging.getLogger("dsecd.fullvm")
-MECHANISMS = ("netns", "bpf_cgroup", "resolver")  # of a jail, those that hold for its guest
+BACKEND = "fullvm"
 CHECKPOINTS_MOST = 16
 METHOD = "snapshot"
 
 
-class Held(msgspec.Struct, kw_only=True):
+class Held(HeldJail, kw_only=True):
     """The journalled part of a full VM."""
 
-    jail: Handle
     plan: FullVmPlan
     checkpoints: tuple[Checkpoint, ...] = ()
-    paused: bool = False
-    ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
 
 
 class Holding:
@@ -91,7 +78,7 @@ class Holding:
     def handle(self) -> Handle:
         return Handle(
             sandbox=self.held.jail.sandbox,
-            backend=FullVMBackend.name,
+            backend=BACKEND,
             resources=msgspec.msgpack.encode(self.held),
         )
 
@@ -104,16 +91,14 @@ class Holding:
         return self.machine
 
 
-class FullVMBackend:
+class FullVMBackend(JailedBackend[Holding]):
     """See the module's docstring, and `abc.Backend` for the contract."""
 
-    name = "fullvm"
+    name, kind = BACKEND, "full VMs"
 
     def __init__(self, config: Config, jail: Backend) -> None:
-        self._host, self._jail = FullVMHost(config), jail
-        self.capabilities = Capabilities()
-        self._holdings: dict[str, Holding] = {}
-        self._listener: Listener | None = None
+        super().__init__(jail)
+        self._host = FullVMHost(config)
 
     async def start(self, listener: Listener) -> None:
         self._listener = listener
@@ -197,18 +182,9 @@ class FullVMBackend:
             vm_disks.write(root, VARIABLES, Path(firmware.variables).read_bytes())
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> FullGuestMachine:
-        sandbox = jail.handle.sandbox
-
-        def died(death: Death) -> None:
-            if self._listener is not None and self._holdings.get(sandbox) is holding:
-                self._listener.died(sandbox, death)
-
-        def killed(kills: int) -> None:
-            if self._listener is not None:
-                self._listener.oom(sandbox, kills)
-
-        plan = holding.held.plan
-        machine = FullGuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        sandbox, plan = jail.handle.sandbox, holding.held.plan
+        ears = self._ears(sandbox, holding)
+        machine = FullGuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, *ears)
         machine.ping_s = self._host.ping_s
         return machine
 
@@ -264,33 +240,6 @@ class FullVMBackend:
 
     # --- asked from outside ---------------------------------------------------------------------
 
-    async def usage(self, handle: Handle) -> Usage:
-        holding = self._holdings[handle.sandbox]
-        usage = await self._jail.usage(holding.held.jail)
-        return msgspec.structs.replace(
-            usage,
-            oom_kills=self.oom_kills(handle),
-            disk_limit_bytes=max(0, usage.disk_limit_bytes - VMM_DISK_BYTES),
-        )
-
-    def warmth(self, handle: Handle) -> abc.Warmth:
-        return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
-
-    async def trim(self, handle: Handle, want_bytes: int) -> int:
-        """First of the guest, which knows best what it can spare, then of the whole jail."""
-        holding = self._holdings[handle.sandbox]
-        jail, machine = holding.held.jail, holding.machine
-        before = self._jail.warmth(jail).memory_bytes
-        if machine is not None:
-            try:
-                await machine.shrink(want_bytes)
-            except (Unavailable, Timeout) as error:
-                logger.info("%s gives no memory: %s", handle.sandbox, error.message)
-        freed = before - self._jail.warmth(jail).memory_bytes
-        if freed < want_bytes:
-            freed += await self._jail.trim(jail, want_bytes - max(0, freed))
-        return max(0, freed)
-
     async def pause(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
         machine = holding.running()
@@ -306,37 +255,6 @@ class FullVMBackend:
         holding = self._holdings[handle.sandbox]
         await self._jail.resume(holding.held.jail, functools.partial(_save, holding, save, False))
         await holding.running().go_on()
-
-    async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
-        """Of the whole jail: the guest's CPUs are threads in it."""
-        jail = self._holdings[handle.sandbox].held.jail
-        return await self._jail.set_cpu_class(jail, cpu_class)
-
-    def oom_kills(self, handle: Handle) -> int:
-        """Count those of the guest's kernel; a monitor that is killed takes the sandbox along."""
-        holding = self._holdings.get(handle.sandbox)
-        return holding.machine.oom_kills if holding and holding.machine else 0
-
-    def disk_full(self, handle: Handle) -> bool:
-        return False  # the agent sees its whole disk
-
-    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
-        raise _lacking("streams of their own")
-
-    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        """What is not allowed any more is dropped at once; the guest's connections hang."""
-        holding = self._holdings[handle.sandbox]
-        check_policy(policy)
-
-        async def save_jail(jail: Handle) -> None:
-            if not holding.held.ruled:
-                text = addresses.resolv_conf((str(network_veth.RESOLVER),)).encode()
-                arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=text)
-                await call(GuestChannel(holding.running()), "files.write", pack(arguments))
-            holding.keep(jail=jail, ruled=True)
-            await save(holding.handle())
-
-        await self._jail.update_network(holding.held.jail, policy, save_jail)
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -382,26 +300,8 @@ class FullVMBackend:
     def checkpoints(self, handle: Handle) -> list[Checkpoint]:
         return list(self._holdings[handle.sandbox].held.checkpoints)
 
-    # --- what only containers and microVMs have -------------------------------------------------
-
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
-        raise _lacking("layers")
-
-    async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
-        raise _lacking("grading")
-
-    def pools(self) -> Mapping[str, float]:
-        return {}
-
-    def features(self) -> list[Feature]:
-        return self._jail.features()
-
-    def layers(self) -> Layers:
-        return self._jail.layers()
-
-
-def _lacking(what: str) -> Unsupported:
-    return Unsupported(f"full VMs have no {what}; use a container or a microVM", reason="backend")
+        raise self._lacking("layers")
 
 
 def _find(holding: Holding, name: str) -> Checkpoint:

@@ -12,26 +12,22 @@ import asyncio
 import contextlib
 import functools
 import logging
-import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from dsecd.backends import abc, microvm_pack, packing
+from dsecd.backends import microvm_pack, packing
 from dsecd.backends.abc import (
     Backend,
     Capabilities,
     Environments,
     Handle,
     Instance,
-    Layers,
     Listener,
     Save,
-    Usage,
 )
-from dsecd.backends.agent import call
 from dsecd.backends.microvm_checkpoints import Checkpoints, check_branch, describe, find
 from dsecd.backends.microvm_holding import BACKEND, Held, Holding, decode
 from dsecd.backends.microvm_host import MicroVMHost
@@ -40,7 +36,6 @@ from dsecd.backends.microvm_plan import (
     BRANCH_RAM,
     DATA,
     UPPER,
-    VMM_DISK_BYTES,
     begin,
     binds,
     check_policy,
@@ -50,21 +45,18 @@ from dsecd.backends.microvm_plan import (
 )
 from dsecd.backends.microvm_saved import SavedMachine, whole
 from dsecd.backends.spec import Spec
+from dsecd.backends.vm_jailed import MECHANISMS, JailedBackend, name_resolver
 from dsecd.config import Config
-from dsecd.host import addresses, network_veth, vm_disks
+from dsecd.host import vm_disks
 from dsecd.host.vm_plan import Machine, VmPlan
 from dsecd.images.flat_cache import FlatLayer
 from dsecd.images.manifest import Config as Defaults
 from dsecd.images.tool import Report, unreported
-from dsecd.model import Death
-from dsecd.policy.rules import NetPolicy
 from libdsec import model
-from libdsec.errors import DSecError, NotFound, Timeout, Unavailable, Unsupported
-from libdsec.model import Feature, PackArgs, Packed, WriteArgs
-from libdsec.wire import pack
+from libdsec.errors import DSecError, NotFound, Unavailable
+from libdsec.model import PackArgs, Packed
 
 logger = logging.getLogger("dsecd.microvm")
-MECHANISMS = ("netns", "bpf_cgroup", "resolver")  # of a jail, those that hold for its guest
 
 
 class _Start(NamedTuple):
@@ -77,17 +69,15 @@ class _Start(NamedTuple):
     base: str = ""  # the saved machine that it is a branch of
 
 
-class MicroVMBackend:
+class MicroVMBackend(JailedBackend[Holding]):
     """See the module's docstring, and `abc.Backend` for the contract."""
 
-    name = BACKEND
+    name, kind = BACKEND, "microVMs"
 
     def __init__(self, config: Config, jail: Backend, environments: Environments) -> None:
-        self._host, self._jail, self._environments = MicroVMHost(config), jail, environments
+        super().__init__(jail)
+        self._host, self._environments = MicroVMHost(config), environments
         self._checkpoints = Checkpoints(self._host)
-        self.capabilities = Capabilities()
-        self._holdings: dict[str, Holding] = {}
-        self._listener: Listener | None = None
 
     async def start(self, listener: Listener) -> None:
         self._listener = listener
@@ -228,7 +218,7 @@ class MicroVMBackend:
         plan = held.plan
         if jail.guest is None:  # none was asked for, or this host enforces no rules
             plan = msgspec.structs.replace(plan, network=None)
-        holding.held = msgspec.structs.replace(held, jail=jail.handle, plan=plan)
+        holding.keep(jail=jail.handle, plan=plan)
         holding.pid = jail.pid
         root = self._root(holding)
         if held.base:
@@ -271,18 +261,9 @@ class MicroVMBackend:
         await machine.start(host.vmm.compile(plan), told, wanted)
 
     def _machine(self, holding: Holding, jail: Instance, root: Path) -> GuestMachine:
-        sandbox = jail.handle.sandbox
-
-        def died(death: Death) -> None:
-            if self._listener is not None and self._holdings.get(sandbox) is holding:
-                self._listener.died(sandbox, death)
-
-        def killed(kills: int) -> None:
-            if self._listener is not None:
-                self._listener.oom(sandbox, kills)
-
-        plan = holding.held.plan
-        machine = GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, died, killed)
+        sandbox, plan = jail.handle.sandbox, holding.held.plan
+        ears = self._ears(sandbox, holding)
+        machine = GuestMachine(sandbox, self._host.vmm, plan, jail.channel, root, *ears)
         machine.ping_s = self._host.ping_s
         return machine
 
@@ -339,7 +320,7 @@ class MicroVMBackend:
             self._host.flats.acquire(digest)
         self._checkpoints.hold(holding)
         self._holdings[handle.sandbox] = holding
-        holding.held = msgspec.structs.replace(holding.held, jail=jail.handle)
+        holding.keep(jail=jail.handle)
         holding.pid = jail.pid
         root = self._root(holding)
         machine = self._machine(holding, jail, root)
@@ -360,33 +341,6 @@ class MicroVMBackend:
 
     # --- asked from outside ---------------------------------------------------------------------
 
-    async def usage(self, handle: Handle) -> Usage:
-        holding = self._holdings[handle.sandbox]
-        usage = await self._jail.usage(holding.held.jail)
-        return msgspec.structs.replace(
-            usage,
-            oom_kills=self.oom_kills(handle),
-            disk_limit_bytes=max(0, usage.disk_limit_bytes - VMM_DISK_BYTES),
-        )
-
-    def warmth(self, handle: Handle) -> abc.Warmth:
-        return self._jail.warmth(self._holdings[handle.sandbox].held.jail)
-
-    async def trim(self, handle: Handle, want_bytes: int) -> int:
-        """First of the guest, which knows best what it can spare, then of the whole jail."""
-        holding = self._holdings[handle.sandbox]
-        jail, machine = holding.held.jail, holding.machine
-        before = self._jail.warmth(jail).memory_bytes
-        if machine is not None:
-            try:
-                await machine.shrink(want_bytes)
-            except (Unavailable, Timeout) as error:
-                logger.warning("%s gives no memory: %s", handle.sandbox, error.message)
-        freed = before - self._jail.warmth(jail).memory_bytes
-        if freed < want_bytes:
-            freed += await self._jail.trim(jail, want_bytes - max(0, freed))
-        return max(0, freed)
-
     async def pause(self, handle: Handle, save: Save) -> None:
         """Save the machine and end its monitor: its memory is free, and it goes on in a new one."""
         holding = self._holdings[handle.sandbox]
@@ -395,36 +349,6 @@ class MicroVMBackend:
     async def resume(self, handle: Handle, save: Save) -> None:
         holding = self._holdings[handle.sandbox]
         await self._checkpoints.resume(holding, self._root(holding), save)
-
-    async def set_cpu_class(self, handle: Handle, cpu_class: model.CpuClass) -> tuple[str, ...]:
-        """Of the whole jail: the guest's CPUs are threads in it."""
-        jail = self._holdings[handle.sandbox].held.jail
-        return await self._jail.set_cpu_class(jail, cpu_class)
-
-    def oom_kills(self, handle: Handle) -> int:
-        """Count those of the guest's kernel; a monitor that is killed takes the sandbox along."""
-        holding = self._holdings.get(handle.sandbox)
-        return holding.machine.oom_kills if holding and holding.machine else 0
-
-    def disk_full(self, handle: Handle) -> bool:
-        return False  # the agent sees its whole disk
-
-    async def open_stream(self, handle: Handle, op: str, args: msgspec.Raw) -> socket.socket:
-        raise _lacking("streams of their own")
-
-    async def update_network(self, handle: Handle, policy: NetPolicy, save: Save) -> None:
-        """What is not allowed any more is dropped at once; the guest's connections hang, for its
-        sockets are not this kernel's to close."""
-        holding = self._holdings[handle.sandbox]
-        check_policy(policy)
-
-        async def save_jail(jail: Handle) -> None:
-            if not holding.held.ruled:
-                await _name_resolver(holding)
-            holding.held = msgspec.structs.replace(holding.held, jail=jail, ruled=True)
-            await save(holding.handle())
-
-        await self._jail.update_network(holding.held.jail, policy, save_jail)
 
     async def pack_diff(self, handle: Handle, args: PackArgs) -> Packed:
         holding = self._holdings[handle.sandbox]
@@ -435,9 +359,6 @@ class MicroVMBackend:
         return await microvm_pack.pack_diff(
             self._environments.library, holding.machine.channel, base, held.upper_bytes, args
         )
-
-    async def keep(self, handle: Handle, args: abc.KeepArgs) -> abc.Kept:
-        raise _lacking("grading")
 
     async def checkpoint(self, handle: Handle, save: Save) -> model.Checkpoint:
         holding = self._holdings[handle.sandbox]
@@ -456,7 +377,7 @@ class MicroVMBackend:
                 holding.machine.fail(f"it did not go back to a checkpoint: {error}")
             raise
         if holding.held.ruled:  # the checkpoint may be older than its rules
-            await _name_resolver(holding)
+            await name_resolver(holding.machine)
         return made
 
     async def delete_checkpoint(self, handle: Handle, checkpoint: str, save: Save) -> None:
@@ -464,28 +385,6 @@ class MicroVMBackend:
 
     def checkpoints(self, handle: Handle) -> list[model.Checkpoint]:
         return [describe(one) for one in self._holdings[handle.sandbox].held.checkpoints]
-
-    def pools(self) -> Mapping[str, float]:
-        return {}
-
-    def features(self) -> list[Feature]:
-        return self._jail.features()
-
-    def layers(self) -> Layers:
-        return self._jail.layers()
-
-
-def _lacking(what: str) -> Unsupported:
-    return Unsupported(f"microVMs have no {what} yet; use a container", reason="backend")
-
-
-async def _name_resolver(holding: Holding) -> None:
-    """Have the guest ask the resolver that knows its rules."""
-    assert holding.machine is not None
-    assert holding.machine.channel is not None
-    text = addresses.resolv_conf((str(network_veth.RESOLVER),)).encode()
-    arguments = WriteArgs(path=b"/etc/resolv.conf", user="root", data=text)
-    await call(holding.machine.channel, "files.write", pack(arguments))
 
 
 async def _let_go(holding: Holding) -> None:

@@ -87,7 +87,7 @@ class Checkpoints:
     async def let_go(self, holding: Holding) -> None:
         """Remove what only this machine needed; it is gone."""
         places = holding.places()
-        holding.held = msgspec.structs.replace(holding.held, base="", saved="", checkpoints=())
+        holding.keep(base="", saved="", checkpoints=())
         for name in places:
             await self._host.saved.release(name)
 

@@ -6,6 +6,7 @@ import msgspec
 
 from dsecd.backends.abc import Handle, Save
 from dsecd.backends.microvm_machine import GuestMachine
+from dsecd.backends.vm_jailed import HeldJail
 from dsecd.host.vm_plan import Ram, VmPlan
 from dsecd.images.manifest import Config as Defaults
 
@@ -20,16 +21,13 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-class Held(msgspec.Struct, kw_only=True):
+class Held(HeldJail, kw_only=True):
     """The journalled part of a microVM."""
 
-    jail: Handle
     layers: tuple[str, ...]  # digests, bottom first
     plan: VmPlan
     upper_bytes: int  # size of its disk
     defaults: Defaults = Defaults()  # of its image
-    paused: bool = False
-    ruled: bool = False  # its network has a policy, and the guest's resolv.conf names our resolver
     checkpoints: tuple[Checkpoint, ...] = ()
     made: int = 0  # checkpoints ever, deleted ones too
     # names of saved machines, "" for none:
@@ -59,10 +57,14 @@ class Holding:
         held = self.held
         return (held.base, held.saved, *(one.place for one in held.checkpoints))
 
+    def keep(self, **changes: object) -> None:
+        """See `vm_jailed.Jailed`."""
+        self.held = msgspec.structs.replace(self.held, **changes)
+
     async def change(self, save: Save, **fields: object) -> None:
         """Journal it with other `fields`; a failure leaves it as it was."""
         before = self.held
-        self.held = msgspec.structs.replace(before, **fields)
+        self.keep(**fields)
         try:
             await save(self.handle())
         except BaseException:
