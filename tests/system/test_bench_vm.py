@@ -13,13 +13,11 @@ import pytest
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_starts_and_memory_are_measured_and_say_how_guests_ran(
-    guest_kernel: Path, tmp_path: Path
-) -> None:
+def test_starts_are_measured_and_say_how_guests_ran(guest_kernel: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "dsec_bench.main", "vm", "--quick", "--json", str(report)]
+    command = [sys.executable, "-m", "dsec_bench.main", "vm", "--quick", "--only", "starts"]
     done = subprocess.run(
-        [*command, "--only", "starts", "--only", "reporting"],
+        [*command, "--json", str(report)],
         env={**os.environ, "DSEC_GUEST_KERNEL": str(guest_kernel)},
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
@@ -28,8 +26,8 @@ def test_starts_and_memory_are_measured_and_say_how_guests_ran(
     assert 0 < made["figures"]["template_start_s"] < 60
     assert 0 < made["figures"]["cold_start_s"] < 60
     assert 0 < made["figures"]["roundtrip_extra_ms"] < 1000
-    assert 0.5 < made["figures"]["fpr_returned_share"] <= 1.1
     (guests,) = (run for run in made["runs"] if run["kind"] == "guests")
     assert guests["accel"] in ("tcg", "kvm")
-    (freed,) = (run for run in made["runs"] if run["kind"] == "reporting")
-    assert freed["accel"] == guests["accel"]
+    starts = [run for run in made["runs"] if "p50_ms" in run]
+    assert {"boot", "template"} <= {run["name"] for run in starts}
+    assert all(run["note"] for run in starts)

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 MIB = 1 << 20
 LARGE = "base/large:1"
 SHARED = 24 * MIB  # of the layer, beside its programs
-HELD = 64 * MIB
+HELD = 32 * MIB
 COLD_S = 4  # DAMON's age: two of its rounds
-WITHIN_S = 10.0
+WITHIN_S = 30.0  # promised are 10, on a host that is not busy
 RECLAIMED_S = 60.0  # an emulated guest looks at 32 MiB in a second
 
 
