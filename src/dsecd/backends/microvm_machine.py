@@ -347,6 +347,8 @@ class GuestMachine:
                 if self._machine is machine:
                     await machine.cont()
                     self.paused = False
+                    async with asyncio.timeout(ANSWER_S):
+                        await channel.call_ahead("vm.clock", pack(clock()))
 
     async def resume(self, launch: Launch, load: Step) -> None:
         """Go on with a guest whose monitor was ended while it stood still; `load` takes it up.
