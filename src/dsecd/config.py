@@ -203,7 +203,7 @@ class Vm(_Section, frozen=True):
     ping_s: float = 20.0
     templates: int = 16
     free_page_reporting: bool = True
-    damon_min_age_s: int = 60
+    damon_min_age_s: int = 0
     images: str = ""
 
 

@@ -44,6 +44,7 @@ async def test_the_jail_has_room_for_the_guest_and_its_monitor(bed: Bed) -> None
 
 
 async def test_the_guest_gets_what_was_asked_for_and_what_its_image_says(bed: Bed) -> None:
+    bed.backend._host.min_age_s = 60
     await bed.create(msgspec.structs.replace(spec(), env={"MINE": "1"}, workdir="/w"))
     begun = next(args for op, args in bed.vmm.agent.asked if op == "vm.begin")
     config = msgspec.msgpack.decode(begun["config"])
