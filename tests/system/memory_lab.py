@@ -23,10 +23,14 @@ async def metrics(client: WireClient, name: str) -> Metrics:
 
 
 async def hold(client: WireClient, name: str) -> None:
-    """Have a background shell of the sandbox hold `HELD` in a variable, and tell when it does."""
+    """Have a background shell of the sandbox hold `HELD` in a variable, and tell when it does.
+
+    It waits without a child: until one has run another program, it shares all of the shell's
+    memory, and what two processes map is not paged out.
+    """
     script = (
-        f"x=$(head -c {HELD} /dev/zero | tr '\\0' x); echo ${{#x}} > /tmp/held; "
-        "while [ ! -e /tmp/say ]; do sleep 1; done; echo ${#x} > /tmp/said; sleep 1000"
+        f"mkfifo /tmp/say; x=$(head -c {HELD} /dev/zero | tr '\\0' x); echo ${{#x}} > /tmp/held; "
+        "read -r go < /tmp/say; echo ${#x} > /tmp/said; sleep 1000"
     )
     await client.call(
         "exec.start",
@@ -43,7 +47,7 @@ async def hold(client: WireClient, name: str) -> None:
 
 async def still_held(client: WireClient, name: str) -> None:
     """Have the shell of `hold` say how much it holds: all of it."""
-    await client.run(name, "touch", "/tmp/say")
+    await client.run(name, "sh", "-c", "echo go > /tmp/say")
     for _ in range(200):
         said = await client.run(name, "cat", "/tmp/said")
         if said.exit_code == 0 and said.stdout.strip():
