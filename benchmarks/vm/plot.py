@@ -36,7 +36,7 @@ def _named(run: dict[str, Any]) -> str:
 
 def _layers(axis: Any, report: Report) -> None:
     """The paper's figure 12: peak by the number of guests, and dotted what idle guests keep."""
-    title = "memory of guests that read one layer, MiB: peak, and at the end (dotted)"
+    title = "guests on one layer, MiB: peak; dotted: at the end"
     found = [run for run in report.runs if run["kind"] == "layers"]
     if not found:
         return empty(axis, title)
