@@ -15,14 +15,16 @@ from dsecd.backends.microvm_plan import (
     VMM_DISK_BYTES,
     Begin,
     clock,
+    interface,
     jail_spec,
     link,
+    memory_bytes,
 )
 from dsecd.backends.spec import Spec
 from dsecd.host import network_veth
 from dsecd.host.fullvm_plan import DiskFormat, FullVmPlan, Screen
 from dsecd.host.plan import Bind
-from dsecd.host.vm_plan import PMEM_ALIGN, Accel, VmNetwork
+from dsecd.host.vm_plan import Accel
 from dsecd.images.manifest import Config
 from libdsec.model import FullVmArgs
 
@@ -95,7 +97,7 @@ def machine_plan(
     full = full_of(spec)
     assert spec.vm is not None
     return FullVmPlan(
-        memory_bytes=-(-spec.memory_bytes // PMEM_ALIGN) * PMEM_ALIGN,
+        memory_bytes=memory_bytes(spec),
         vcpus=spec.vm.vcpus,
         upper=UPPER,
         base=BASE,
@@ -106,9 +108,7 @@ def machine_plan(
         variables=VARIABLES if firmware is not None else "",
         screen=Screen(width=full.width, height=full.height),
         screen_socket=SCREEN,
-        network=None
-        if spec.network == "none"
-        else VmNetwork(interface=network_veth.TAP, mac=network_veth.GUEST_MAC.hex(":")),
+        network=interface(spec),
         agent_socket=AGENT,
         control_socket=CONTROL,
         accel=accel,

@@ -104,6 +104,13 @@ def memory_bytes(spec: Spec) -> int:
     return -(-spec.memory_bytes // PMEM_ALIGN) * PMEM_ALIGN
 
 
+def interface(spec: Spec) -> VmNetwork | None:
+    """Return what connects the machine to the tap in its jail."""
+    if spec.network == "none":
+        return None
+    return VmNetwork(interface=network_veth.TAP, mac=network_veth.GUEST_MAC.hex(":"))
+
+
 def disk_bytes(spec: Spec) -> int:
     """Return how much the disks of the machine may grow to."""
     assert spec.vm is not None
@@ -192,9 +199,7 @@ def vm_plan(
         ),
         upper=UPPER,
         data=DATA if spec.vm.data_disk_bytes else "",
-        network=None
-        if spec.network == "none"
-        else VmNetwork(interface=network_veth.TAP, mac=network_veth.GUEST_MAC.hex(":")),
+        network=interface(spec),
         agent_socket=AGENT,
         control_socket=CONTROL,
         accel=accel,
