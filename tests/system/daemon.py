@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
@@ -207,11 +207,7 @@ class Daemon:
         for base in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
             found = Path(base) / self.name / sandbox
             if found.is_dir():
-                return [
-                    int(pid)
-                    for procs in found.rglob("cgroup.procs")
-                    for pid in procs.read_text().split()
-                ]
+                return list(_pids_below(found))
         return []
 
     def remains(self) -> list[str]:
@@ -220,6 +216,14 @@ class Daemon:
         if (self.runtime / "sb").is_dir():
             found += [str(entry) for entry in (self.runtime / "sb").iterdir()]
         return found
+
+
+def _pids_below(group: Path) -> Iterator[int]:
+    with contextlib.suppress(FileNotFoundError):  # that of a command which has just ended
+        yield from map(int, (group / "cgroup.procs").read_text().split())
+        for entry in os.scandir(group):
+            if entry.is_dir():
+                yield from _pids_below(Path(entry))
 
 
 def _toml(value: object) -> str:

@@ -113,7 +113,7 @@ def test_timeout_kills_the_whole_tree(client: InitClient) -> None:
     script = f"echo before; setsid {sleep} & (setsid sh -c '{sleep} & {sleep}' &) ; {sleep}"
     started = time.monotonic()
     result = client.run(script, timeout_s=0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert result["timed_out"]
     assert result["signal"] == 9
     assert "exit_code" not in result
@@ -143,10 +143,12 @@ def test_background_command_outlives_its_call_and_its_connection(init: Init) -> 
 
 
 def test_a_child_that_keeps_the_pipe_does_not_hold_the_call(client: InitClient) -> None:
-    started = time.monotonic()
-    result = client.run("(sleep 1.2; echo late; echo late; echo survived > orphan.txt) & echo now")
-    assert time.monotonic() - started < 1.0
+    client.run("mkfifo hold")
+    result = client.run(
+        "(read go < hold; echo late; echo late; echo survived > orphan.txt) & echo now"
+    )
     assert result["stdout"] == b"now\n"
+    client.run("echo go > hold")
     # and it does not die by SIGPIPE either
     wait_until(lambda: client.run("cat orphan.txt")["stdout"] == b"survived\n")
 
@@ -488,5 +490,5 @@ def test_no_time_passes_for_timeouts_from_a_pause_to_the_next_request(client: In
     begun = time.monotonic()
     result, _ = client.finish(call)
     assert result["timed_out"]
-    assert 0.2 < time.monotonic() - begun < 1.5
-    assert result["duration_s"] < 1.5
+    assert time.monotonic() - begun > 0.2
+    assert result["duration_s"] < 2.0  # 2.3 with the pause

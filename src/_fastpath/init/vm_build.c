@@ -8,6 +8,7 @@
 #include "vm.h"
 
 #define CGROUP "/sys/fs/cgroup/dsec"
+#define MIN_TTL "/sys/kernel/mm/lru_gen/min_ttl_ms"
 
 int vm_write_text(const char *path, const char *text)
 {
@@ -40,6 +41,15 @@ static int set_hostname(struct mp_bytes name)
     return sethostname((const char *)name.p, name.n) < 0 ? -errno : 0;
 }
 
+/* What was used in the last second stays in memory, and where that cannot be the kernel kills. Without it a
+ * machine that has no swap reads its programs from its disks again and again, for minutes, before it does.
+ * The kernel that a user gives may not know of it. */
+static int keep_working_set(void)
+{
+    int error = vm_write_text(MIN_TTL, "1000");
+    return error == -ENOENT ? 0 : error;
+}
+
 int vm_build(struct vm_build *build, const struct vm_args *args)
 {
     struct steps *s = &build->steps;
@@ -53,6 +63,7 @@ int vm_build(struct vm_build *build, const struct vm_args *args)
     STEP(s, "hostname", set_hostname(args->hostname));
     STEP(s, "cgroup", vm_service ? vm_cgroup_make(args->pids.value) : make_cgroup(args->pids.value));
     STEP(s, "oom_kills", vm_kills_follow());
+    STEP(s, "working_set", keep_working_set());
     STEP(s, "loopback", vm_service ? 0 : vm_loopback_up());
     STEP(s, "network", args->network.interface[0] ? vm_network_up(&args->network) : 0);
     STEP(s, "reclaim", args->min_age_s ? vm_reclaim_start(args->min_age_s, args->swap_bytes) : 0);
