@@ -124,7 +124,7 @@ def test_presence_is_believed_within_one_boot(
     assert [again.state(i) for i in range(4)] == [state, ABSENT, ABSENT, state]
     assert again.bytes == 65536 + 4096
     assert again.prove(0)
-    os.pwrite(again.data, b"?", 100)
+    os.pwrite(again.data, bytes([contents[0][100] ^ 1]), 100)
     assert not again.prove(0)
     again.close()
 
