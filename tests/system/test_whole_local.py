@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from dsecd import fastpath
+from dsecd.backends import container_layers
 from dsecd.backends.container_layers import ContainerLayers
 from dsecd.backends.spec import Spec
 from dsecd.config import Cache, Config, Paths, Store
@@ -170,7 +171,21 @@ async def test_what_was_held_and_never_mounted_is_released(host: Host) -> None:
         assert await daemon.blobd.holds() == [local.digest]
         await daemon.layers.unmount_idle()
         assert await daemon.blobd.holds() == []
-        assert daemon.layers.recall(spec("base/a:1")) is None  # it would be mounted unheld
+        assert daemon.layers.recall(spec("base/a:1"), aged=True) is None  # else mounted unheld
+
+
+async def test_what_was_located_serves_the_create_however_long_it_took(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A burst had a create fail: the moment ended between the question and the use."""
+    async with host.daemon() as daemon:
+        found = await daemon.layers.locate(spec("base/a:1"))
+        assert daemon.layers.recall(spec("base/a:1")) is found
+        monkeypatch.setattr(container_layers, "LOCATED_S", -1.0)
+        found = await daemon.layers.locate(spec("base/a:1"))
+        assert daemon.layers.recall(spec("base/a:1")) is None
+        assert daemon.layers.recall(spec("base/a:1"), aged=True) is found
+        await daemon.layers.unmount_idle()
 
 
 async def test_a_hold_outlives_dsecd_and_both_processes(host: Host) -> None:

@@ -42,7 +42,7 @@ class Environments:
     def __init__(self, local: Local) -> None:
         self.local, self.known = local, False
 
-    def recall(self, spec: Spec) -> Located | None:
+    def recall(self, spec: Spec, aged: bool = False) -> Located | None:
         return Located(Defaults(env={"FROM": "image"}), (self.local,)) if self.known else None
 
     async def locate(self, spec: Spec) -> Located:

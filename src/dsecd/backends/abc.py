@@ -256,8 +256,8 @@ class Environments(Protocol):
 
     library: Library  # where new ones go
 
-    def recall(self, spec: Spec) -> Located | None:
-        """Return what `locate` found a moment ago."""
+    def recall(self, spec: Spec, aged: bool = False) -> Located | None:
+        """Return what `locate` found a moment ago; with `aged`, the last that it found."""
 
     async def locate(self, spec: Spec) -> Located:
         """Bring the layers of `spec` to this host. Raises as `Backend.locate` does."""

@@ -117,7 +117,7 @@ class ContainerBackend:
             holding.defaults = origin.defaults
             holding.roots = branch(origin.roots, checkpoint)
             return tuple(origin.layers)
-        located = self._host.layers.recall(spec)
+        located = self._host.layers.recall(spec, aged=True)
         if located is None:
             raise Unavailable("the layers were not located; try again")
         holding.defaults = located.config

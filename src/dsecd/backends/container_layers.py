@@ -138,12 +138,18 @@ class ContainerLayers:
 
     # --- for the backend --------------------------------------------------------------------------
 
-    def recall(self, spec: Spec) -> Located | None:
-        """Return what `locate` found a moment ago for an equal environment."""
+    def recall(self, spec: Spec, aged: bool = False) -> Located | None:
+        """Return what `locate` found a moment ago for an equal environment.
+
+        With `aged` the last that it found, for a caller who has just asked: a moment may end, or
+        the machine stand still for one, between two questions.
+        """
         found = self._located.get(_key(spec))
-        if found is None or found[0] < time.monotonic() or found[1] != self.library.moves:
+        if found is None:
             return None
-        return found[2]
+        until, moves, located = found
+        fresh = time.monotonic() <= until and moves == self.library.moves
+        return located if fresh or aged else None
 
     async def pull(self, spec: Spec, report: Report) -> None:
         """Import the image of `spec` if only a registry has it."""

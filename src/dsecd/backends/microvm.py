@@ -110,9 +110,9 @@ class MicroVMBackend(JailedBackend[Holding]):
             return False
         return bool(spec.checkpoint) or self._recall(spec) is not None
 
-    def _recall(self, spec: Spec) -> _Start | None:
+    def _recall(self, spec: Spec, aged: bool = False) -> _Start | None:
         """Return what an environment brings of which every part is at hand."""
-        found = self._environments.recall(spec)
+        found = self._environments.recall(spec, aged)
         if found is None:
             return None
         digests = tuple(layer.digest for layer in found.layers)
@@ -163,7 +163,7 @@ class MicroVMBackend(JailedBackend[Holding]):
         await self._jail.locate(jail_spec(spec, image))
 
     def prepare(self, sandbox: str, spec: Spec) -> Handle:
-        start = self._branch(spec) if spec.checkpoint else self._recall(spec)
+        start = self._branch(spec) if spec.checkpoint else self._recall(spec, aged=True)
         if start is None:
             raise Unavailable("the layers were not located; try again")
         check_policy(spec.policy.net if spec.policy is not None else None)
