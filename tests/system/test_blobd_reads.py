@@ -17,7 +17,6 @@ from tests.system import blobd_lab as lab
 from tests.system.blobd_service import ALL, Service, in_thread, running, until
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("erofs_file")]
-DEMAND_S = Settings().demand_ms / 1000
 
 
 @pytest.fixture(params=ALL)
@@ -155,7 +154,7 @@ async def test_a_neighbour_that_is_corrupt_does_no_harm(service: Service) -> Non
     blob.spoil(1)
     start = time.monotonic()
     assert await service.read(blob, 0) == service.expect(blob, 0)
-    assert time.monotonic() - start < DEMAND_S / 2
+    assert time.monotonic() - start < 1
     assert (await service.blobd.stats())["read_errors"] == 0
 
 
@@ -185,7 +184,7 @@ async def test_a_missing_object_is_an_error_soon(service: Service) -> None:
     blob.source.unlink()
     start = time.monotonic()
     assert await service.error(blob) == "EIO"
-    assert time.monotonic() - start < DEMAND_S / 2
+    assert time.monotonic() - start < 2
     blob.heal()
     assert await service.read(blob) == service.expect(blob)
 
@@ -206,7 +205,7 @@ async def test_http_faults_give_errors_in_bounded_time(service: Service, fault: 
             await service.blobd.add(blob.id, lab.Source(kind="http", url="http://127.0.0.1:9/x"))
         start = time.monotonic()
         assert await service.error(blob, 2) == "EIO"
-        assert time.monotonic() - start < 15  # by itself it goes on for ever
+        assert time.monotonic() - start < 2.5
         store.stall.clear()
         store.status, store.truncate, store.short = 0, False, False
         await service.blobd.add(blob.id, store.source(blob))
@@ -244,7 +243,6 @@ async def test_reads_of_a_stalled_store_do_not_stop_others(service: Service) -> 
         readers = [asyncio.create_task(service.error(stalled, chunk)) for chunk in (0, 20, 40)]
         await until(lambda: len(store.requests) >= 3)
         assert await service.read(good, 1) == service.expect(good, 1)
-        assert store.stall.is_set()
         assert not any(reader.done() for reader in readers)
         store.stall.clear()
         assert await asyncio.gather(*readers) == [""] * 3
@@ -277,7 +275,9 @@ async def test_a_reader_blocked_on_a_stalled_store_can_be_killed(
             await asyncio.sleep(0.1)
             assert reader.poll() is None
             reader.kill()
-            await in_thread(lambda: reader.wait(20))  # of the 60 s that the read itself may take
+            start = time.monotonic()
+            await in_thread(lambda: reader.wait(5))
+            assert time.monotonic() - start < 0.5
             store.stall.clear()
             assert await in_thread((mount / "file").read_bytes) == files["file"]
 
@@ -290,6 +290,7 @@ async def test_a_mount_with_a_stalled_read_ends_when_the_blob_is_removed(service
         image, blob = lab.build_image(service.root / "image", service.store, service.cache, files)
         await service.blobd.add(blob.id, store.source(blob))
         store.stall.set()
+        start = time.monotonic()
         with lab.mounted(image, service.path(blob), service.root / "mnt") as mount:
             reader = await in_thread(
                 lambda: subprocess.Popen([sys.executable, "-c", _READER, str(mount / "file")])
@@ -299,7 +300,7 @@ async def test_a_mount_with_a_stalled_read_ends_when_the_blob_is_removed(service
             await in_thread(reader.wait)
             start = time.monotonic()
             await service.blobd.remove(blob.id)
-        assert time.monotonic() - start < 20  # of 60
+        assert time.monotonic() - start < 1
         store.stall.clear()
 
 

@@ -113,7 +113,7 @@ def test_timeout_kills_the_whole_tree(client: InitClient) -> None:
     script = f"echo before; setsid {sleep} & (setsid sh -c '{sleep} & {sleep}' &) ; {sleep}"
     started = time.monotonic()
     result = client.run(script, timeout_s=0.3)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 5
     assert result["timed_out"]
     assert result["signal"] == 9
     assert "exit_code" not in result
@@ -490,5 +490,5 @@ def test_no_time_passes_for_timeouts_from_a_pause_to_the_next_request(client: In
     begun = time.monotonic()
     result, _ = client.finish(call)
     assert result["timed_out"]
-    assert time.monotonic() - begun > 0.2
-    assert result["duration_s"] < 2.0  # 2.3 with the pause
+    assert 0.2 < time.monotonic() - begun < 1.5
+    assert result["duration_s"] < 1.5

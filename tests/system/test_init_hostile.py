@@ -112,7 +112,9 @@ def peak_kib(init: Init) -> int:
 
 def test_what_waited_for_a_watch_has_its_timeout_looked_at(client: InitClient) -> None:
     client.open("files.watch", path=b"/")
+    start = time.monotonic()
     assert client.run("sleep 9", timeout_s=0.2).get("timed_out")
+    assert time.monotonic() - start < 3
 
 
 def test_a_watch_cancelled_behind_itself_is_not_mixed_up_with_the_next(client: InitClient) -> None:
@@ -169,9 +171,10 @@ def test_a_storm_of_ending_children_does_not_starve_a_timeout() -> None:
         compiler = ["cc", "-x", "c", "-O1", "-static", "-", "-o", str(program)]
         subprocess.run(compiler, input=STORM, check=True)
         for number in range(3):
+            started = time.monotonic()
             result = init.client.run(None, cid=f"s{number}", argv=[b"./storm"], timeout_s=0.3)
             assert result["timed_out"]
-            assert result["duration_s"] < 20
+            assert time.monotonic() - started < 5
         wait_until(lambda: not init.processes())
 
 

@@ -98,7 +98,7 @@ def test_timeout_spares_the_shell_when_it_comes_back(init: Init, session: str) -
     init.client.run("kept=1", session=session)
     started = time.monotonic()
     result = init.client.run("echo before; sleep 50", session=session, timeout_s=0.2)
-    assert time.monotonic() - started < 20  # of 50
+    assert time.monotonic() - started < 3
     assert result["timed_out"]
     assert result["signal"] == 9
     assert result["stdout"] == b"before\n"
