@@ -99,6 +99,18 @@ RACE = r"""
 
 static int refused, seized_late, seized_early, files, fds, guesses;
 
+/* Whether the program opened it, after its exec: the dynamic linker's cache or a library. */
+static int of_the_linker(int fd)
+{
+    char path[64], target[256];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    ssize_t n = readlink(path, target, sizeof target - 1);
+    if (n < 0)
+        return 0;
+    target[n] = 0;
+    return strstr(target, "/ld.so.cache") || strstr(target, ".so.");
+}
+
 static void look(int pid)
 {
     static const char *const names[] = { "environ", "mem", "maps", "fd/3", "fd/5", "fd/6", "root",
@@ -119,8 +131,10 @@ static void look(int pid)
     int handle = (int)syscall(SYS_pidfd_open, pid, 0);
     for (int fd = 3; handle >= 0 && fd < 12; fd++) {
         int got = (int)syscall(SYS_pidfd_getfd, handle, fd, 0);
-        if (got >= 0)
-            fds++, close(got);
+        if (got < 0)
+            continue;
+        fds += !of_the_linker(got);
+        close(got);
     }
     if (handle >= 0)
         close(handle);

@@ -54,7 +54,7 @@ async def test_a_whole_dockerfile(client: DSecClient, tmp_path: Path) -> None:
         "COPY a.txt /srv/renamed\n"
         "WORKDIR /srv/app\n"
         "COPY . .\n"
-        "RUN pwd > where && id -u > who && echo $GREETING $WHO >> who && sleep 1000 &\n"
+        "RUN pwd > where && id -u > who && echo $GREETING $WHO >> who && { sleep 1000 & }\n"
         "USER agent\n"
         "WORKDIR mine\n"
         'RUN ["sh", "-c", "tool > out; id -un >> out; echo $HOME >> out"]\n'
