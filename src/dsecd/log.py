@@ -179,4 +179,3 @@ def configure(config: Log, stream: TextIO = sys.stderr) -> None:
     root.handlers[:] = [handler]
     root.setLevel(config.level.upper())
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    logging.getLogger("pyroute2").setLevel(logging.WARNING)

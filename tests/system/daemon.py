@@ -219,7 +219,7 @@ class Daemon:
 
 
 def _pids_below(group: Path) -> Iterator[int]:
-    with contextlib.suppress(FileNotFoundError):  # that of a command which has just ended
+    with contextlib.suppress(OSError):  # ENOENT, ENODEV: that of a command which has just ended
         yield from map(int, (group / "cgroup.procs").read_text().split())
         for entry in os.scandir(group):
             if entry.is_dir():

@@ -86,7 +86,7 @@ def test_input_that_is_none_is_not_given() -> None:
 
 
 def answered(status: int, timed_out: bool = False) -> FnCallResult:
-    answer = Answer(status, timed_out, False, False, 0.0, 0.1, 0.2, b"1", b"", b"", {})
+    answer = Answer(status, timed_out, False, 0.0, 0.1, 0.2, b"1", b"", b"", {})
     return result_of(answer, 0.5)
 
 

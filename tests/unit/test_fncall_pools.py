@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,6 +17,7 @@ from dsecd.engine.manager import Manager
 from dsecd.metrics import Registry
 from libdsec.errors import Exhausted, Internal, Unavailable
 from libdsec.model import DSecFnCallArgs, FnCallResult
+from tests.unit.waiting import let_pass, until
 
 CPUS = 2
 CALL = DSecFnCallArgs(container_image="base", code="def main(): pass")
@@ -54,7 +54,7 @@ class Stand:
 
     def finish(self) -> None:
         assert self.busy is not None
-        self.busy.set_result(Answer(0, False, False, False, 0.0, 0.0, 0.0, b"1", b"", b"", {}))
+        self.busy.set_result(Answer(0, False, False, 0.0, 0.0, 0.0, b"1", b"", b"", {}))
         self.on_ready()
 
     def end(self, reason: str) -> None:
@@ -89,8 +89,8 @@ async def full() -> None:
 def stands(monkeypatch: pytest.MonkeyPatch) -> None:
     Stand.made, Stand.start_with = [], at_once
     monkeypatch.setattr(fncall, "Worker", Stand)
-    monkeypatch.setattr(fncall, "_PATIENCE_S", 0.01)
-    monkeypatch.setattr(fncall, "_REST_S", 0.3)
+    monkeypatch.setattr(fncall, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(fncall, "_REST_S", 600.0)
     monkeypatch.setattr(fncall, "_SWEEP_S", 0.02)
     monkeypatch.setattr(fncall, "_SHORT_IDLE_S", 0.03)
 
@@ -115,18 +115,12 @@ async def turns(n: int = 10) -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
-
-
 async def test_two_workers_for_each_processor_at_once_more_for_who_waits() -> None:
     made = pools(workers_each=6)
     asked = [ask(made) for _ in range(10)]
     await turns()
     assert len(Stand.made) == 2 * CPUS
+    let_pass(90)
     await until(lambda: len(Stand.made) == 6)
     while not all(task.done() for task in asked):
         for worker in Stand.made:
@@ -158,6 +152,7 @@ async def test_a_host_that_is_full_fails_no_call_that_a_worker_will_serve() -> N
     await turns()
     Stand.start_with = full
     others = [ask(made) for _ in range(5)]
+    let_pass(90)
     await asyncio.sleep(0.03)
     assert not any(task.done() for task in others)
     for task in [first, *others]:
@@ -177,6 +172,7 @@ async def test_a_pool_tries_again_to_grow_after_a_rest() -> None:
     Stand.start_with = at_once
     await turns()
     assert len(Stand.made) == 1
+    let_pass(900)
     await until(lambda: len(Stand.made) == 2)
     await made.close()
 

@@ -16,9 +16,9 @@ ASKED = Asked(b"body", ["a", "b"], 2.0, 1024, 4096)
 ASK_SIZE = 24
 
 
-def done(status: int = 0, files: bytes = b"") -> bytes:
+def done(status: int = 0, files: bytes = b"", dirty: bool = False) -> bytes:
     head = struct.pack(
-        "=B???iIIIIIII", 17, False, True, False, status, 1, 2, 3, 1, 2, 3, len(files)
+        "=B???iIIIIIII", 17, False, True, dirty, status, 1, 2, 3, 1, 2, 3, len(files)
     )
     return head + b"v" + b"oo" + b"eee" + files
 
@@ -105,6 +105,21 @@ async def test_giving_up_a_call_that_has_ended_kills_no_later_one(cancelled_firs
     told.stream.data_received(done() + READY)
     assert (await again).value == b"v"
     assert (told.ready, told.lost) == (2, [])
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_no_call_comes_after_one_whose_connections_live_on(given_up: bool) -> None:
+    told = await started()
+    call = told.begin()
+    await asyncio.sleep(0)
+    if given_up:
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    told.stream.data_received(done(dirty=True) + READY)
+    assert (told.ready, told.lost) == (0, ["connections of its last call live on"])
+    assert told.transport.closed
+    if not given_up:
+        assert (await call).value == b"v"
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,16 @@ static void find_target(const struct path_args *args, struct target *target)
 }
 
 static char temporary[64]; /* name in `temporary_dir`, removed when the write fails */
-static int temporary_dir = -1;
+static int temporary_dir = -1, temporary_fd = -1;
 
+/* Name and content: the room is there again when the caller hears of the failure. */
 static void drop_temporary(void)
 {
-    if (temporary_dir >= 0)
-        unlinkat(temporary_dir, temporary, 0);
-    temporary_dir = -1;
+    if (temporary_dir < 0)
+        return;
+    unlinkat(temporary_dir, temporary, 0);
+    close(temporary_fd);
+    temporary_dir = temporary_fd = -1;
 }
 
 static _Noreturn void write_failed(int err, const struct path_args *args)
@@ -197,8 +200,10 @@ static int open_temporary(struct target *target)
         snprintf(temporary, sizeof temporary, TEMPORARY_PREFIX "%d-%u", (int)getpid(), i);
         int fd = openat(target->dir, temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                         0600);
-        if (fd >= 0)
+        if (fd >= 0) {
             temporary_dir = target->dir;
+            temporary_fd = fd;
+        }
         if (fd >= 0 || errno != EEXIST)
             return fd;
     }

@@ -63,7 +63,6 @@ class Answer:
     status: int
     timed_out: bool
     truncated: bool
-    dirty: bool  # its network namespace cannot be used again
     started_s: float
     run_s: float
     emptied_s: float
@@ -221,8 +220,11 @@ class Stream(asyncio.Protocol):
         answer, asked = self._answer, self._asked
         if answer is None or asked is None:
             raise Lost(_BROKEN)
+        _kind, timed_out, truncated, dirty, *numbers = fields
         if not answer.done():  # else the call was given up
-            answer.set_result(_answer_of(fields[1:], rest, asked.paths))
+            answer.set_result(_answer_of(timed_out, truncated, numbers, rest, asked.paths))
+        if dirty:  # the network namespace: no other call may come, whoever waits for this one
+            raise Lost("connections of its last call live on")
 
     def _ready(self) -> None:
         """The next room is made: once at the start, then once behind each answer."""
@@ -244,15 +246,17 @@ def _nobody_loses(why: str) -> None:
     """Nobody has it, or whoever had it knows."""
 
 
-def _answer_of(fields: tuple[Any, ...], rest: bytes, paths: list[str]) -> Answer:
-    timed_out, truncated, dirty, status, started, run, emptied, *sizes = fields
+def _answer_of(
+    timed_out: bool, truncated: bool, numbers: list[int], rest: bytes, paths: list[str]
+) -> Answer:
+    status, started, run, emptied, *sizes = numbers
     parts, at = [], 0
     for size in sizes:
         parts.append(rest[at : at + size])
         at += size
     value, stdout, stderr, files = parts
     return Answer(
-        status, timed_out, truncated, dirty, started / 1e6, run / 1e6, emptied / 1e6,
+        status, timed_out, truncated, started / 1e6, run / 1e6, emptied / 1e6,
         value, stdout, stderr, _files(files, paths),
     )  # fmt: skip
 

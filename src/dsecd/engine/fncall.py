@@ -153,8 +153,6 @@ class Pools:
         except Lost as error:
             self._drop(pool, worker, str(error))
             raise Unavailable(f"{error}; the call may be made again") from error
-        if answer.dirty:
-            self._drop(pool, worker, "connections of its last call live on")
         result = result_of(answer, queued)
         if not result.ok:
             result.oom_killed = self._manager.refresh_oom(worker.sandbox) > kills

@@ -10,8 +10,7 @@ Refused connections get a reset at once. (An ICMP error that comes back while co
 the socket, as it does over veth, is only noted: the caller would wait for a retransmission.)
 
 The rule set goes through nft(8), once per start; elements and connections go through nfnetlink
-directly (linux/netfilter/nf_tables.h, nfnetlink_conntrack.h). pyroute2 0.9 has no maps of
-concatenated keys and no flush of connections by mark.
+directly (linux/netfilter/nf_tables.h, nfnetlink_conntrack.h).
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What the host's network looks like before sandboxes join it, read with pyroute2; rare work.
+"""What the host's network looks like before sandboxes join it; rare work.
 
 Everything looks at the network namespace of the calling thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import threading
 from collections.abc import Callable
 
 import msgspec
-from pyroute2 import IPRoute
 
 from dsecd.host import network_nft, network_veth, syscalls
 from dsecd.host.netns import CLONE_NEWNET, open_current
@@ -30,18 +30,23 @@ def overlapping_routes(pools: list[_IPNetwork], own: Callable[[int], bool]) -> l
 
     `own(index)` says whether an interface index is one of ours. Default routes do not count.
     """
-    found = []
-    with IPRoute() as route:
-        for family in (network_veth.AF_INET, network_veth.AF_INET6):
-            for message in route.get_routes(family=family):
-                target, bits = message.get_attr("RTA_DST"), message["dst_len"]
-                if target is None or bits == 0 or own(message.get_attr("RTA_OIF") or 0):
-                    continue
-                network = ipaddress.ip_network(f"{target}/{bits}", strict=False)
-                if network.is_multicast or not any(_overlap(network, pool) for pool in pools):
-                    continue
-                found.append(str(network))
-    return found
+    return [
+        str(route.target)
+        for route in _routes()
+        if route.target.prefixlen
+        and not route.target.is_multicast
+        and not own(route.index)
+        and any(_overlap(route.target, pool) for pool in pools)
+    ]
+
+
+def _routes() -> list[network_veth.Route]:
+    with contextlib.closing(Netlink()) as netlink:
+        return [
+            network_veth.parse_route(data)
+            for family in (network_veth.AF_INET, network_veth.AF_INET6)
+            for data in netlink.dump(network_veth.list_routes(family))
+        ]
 
 
 def _overlap(one: _IPNetwork, other: _IPNetwork) -> bool:
@@ -61,13 +66,15 @@ def refuse_overlap(pools: list[_IPNetwork], own: Callable[[int], bool]) -> None:
 
 def uplink_mtu() -> int:
     """Return the smallest MTU among the interfaces of the host's default routes, in bytes."""
-    sizes = []
-    with IPRoute() as route:
-        for family in (network_veth.AF_INET, network_veth.AF_INET6):
-            for message in route.get_default_routes(family=family):
-                index = message.get_attr("RTA_OIF")
-                if index is not None:
-                    sizes += [link.get_attr("IFLA_MTU") for link in route.get_links(index)]
+    indices = {
+        route.index
+        for route in _routes()
+        if not route.target.prefixlen and route.table == network_veth.RT_TABLE_MAIN
+    }
+    with contextlib.closing(Netlink()) as netlink:
+        sizes = [
+            network_veth.parse_mtu(netlink.get(network_veth.read(index))) for index in indices - {0}
+        ]
     return min((size for size in sizes if size), default=DEFAULT_MTU)
 
 

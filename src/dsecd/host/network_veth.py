@@ -43,7 +43,7 @@ TAP_MAC, GUEST_MAC = b"\x02\xd5\xec\x02\x00\x01", b"\x02\xd5\xec\x02\x00\x02"
 RESOLVER = ipaddress.IPv4Address("169.254.1.53")  # for a guest: it does not reach loopback
 
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK, RTM_SETLINK = 16, 17, 18, 19
-RTM_NEWADDR, RTM_NEWROUTE, RTM_NEWNEIGH = 20, 24, 28
+RTM_NEWADDR, RTM_NEWROUTE, RTM_GETROUTE, RTM_NEWNEIGH = 20, 24, 26, 28
 IFLA_ADDRESS, IFLA_IFNAME, IFLA_MTU, IFLA_LINKINFO, IFLA_IFALIAS = 1, 3, 4, 18, 20
 IFLA_STATS64, IFLA_AF_SPEC, IFLA_GROUP, IFLA_NET_NS_FD = 23, 26, 27, 28
 IFLA_NUM_TX_QUEUES, IFLA_NUM_RX_QUEUES = 31, 32
@@ -55,7 +55,7 @@ SIOCETHTOOL, ETHTOOL_GLINK, ETHTOOL_STXCSUM = 0x8946, 0xA, 0x17
 RT_TABLE_MAIN, RTPROT_STATIC, RTN_UNICAST, RTNH_F_ONLINK = 254, 4, 1, 4
 RT_TABLE_LOCAL, RTN_LOCAL = 255, 2
 RT_SCOPE_UNIVERSE, RT_SCOPE_LINK = 0, 253
-RTA_DST, RTA_OIF, RTA_GATEWAY = 1, 4, 5
+RTA_DST, RTA_OIF, RTA_GATEWAY, RTA_TABLE = 1, 4, 5, 15
 IFA_ADDRESS, IFA_LOCAL, IFA_F_NODAD = 1, 2, 0x02
 NDA_DST, NDA_LLADDR = 1, 2
 AF_INET, AF_INET6 = 2, 10
@@ -64,7 +64,7 @@ _LINK = struct.Struct("=BxHiII")
 _ROUTE = struct.Struct("=BBBBBBBBI")
 _NEIGHBOUR = struct.Struct("=BxxxiHBB")
 _ADDRESS = struct.Struct("=BBBBI")
-_GROUP = struct.Struct("=I")
+_U32 = struct.Struct("=I")
 _BYTES = struct.Struct("=QQ")  # at offset 16 of rtnl_link_stats64: rx_bytes, tx_bytes
 _QUEUES = attr_u32(IFLA_NUM_TX_QUEUES, 1) + attr_u32(IFLA_NUM_RX_QUEUES, 1)
 _NO_LINK_LOCAL = nest(
@@ -101,6 +101,14 @@ class Found(msgspec.Struct, frozen=True):
     index: int
     group: int
     alias: str
+
+
+class Route(msgspec.Struct, frozen=True):
+    """A route of the namespace. `index` is the interface it leaves by, 0 when it has not one."""
+
+    target: ipaddress.IPv4Network | ipaddress.IPv6Network
+    index: int
+    table: int
 
 
 def create(link: Link, netns_fd: int) -> Message:
@@ -246,8 +254,30 @@ def parse(payload: bytes) -> Found:
     return Found(
         name=fields.get(IFLA_IFNAME, b"").rstrip(b"\0").decode(errors="replace"),
         index=index,
-        group=_GROUP.unpack(fields.get(IFLA_GROUP, bytes(4)))[0],
+        group=_u32(fields, IFLA_GROUP),
         alias=fields.get(IFLA_IFALIAS, b"").rstrip(b"\0").decode(errors="replace"),
+    )
+
+
+def parse_mtu(payload: bytes) -> int:
+    """Return the MTU of a link message, in bytes; 0 for an interface without one."""
+    return _u32(attributes(payload, _LINK.size), IFLA_MTU)
+
+
+def list_routes(family: int) -> Message:
+    """Ask for all routes of an address family, of all tables."""
+    return Message(RTM_GETROUTE, 0, _ROUTE.pack(family, *[0] * 8), "list routes")
+
+
+def parse_route(payload: bytes) -> Route:
+    """Return target, interface and table of a route message."""
+    family, bits, _source_bits, _tos, table, *_rest = _ROUTE.unpack_from(payload)
+    fields = attributes(payload, _ROUTE.size)
+    address = fields.get(RTA_DST, bytes(4 if family == AF_INET else 16))
+    return Route(
+        target=ipaddress.ip_network((address, bits), strict=False),
+        index=_u32(fields, RTA_OIF),
+        table=_u32(fields, RTA_TABLE) or table,
     )
 
 
@@ -312,6 +342,11 @@ def _neighbour(
     payload += attr(NDA_DST, address.packed) + attr(NDA_LLADDR, mac)
     flags = NLM_F_CREATE | NLM_F_REPLACE
     return Message(RTM_NEWNEIGH, flags, payload, f"neighbour {address}")
+
+
+def _u32(fields: dict[int, bytes], kind: int) -> int:
+    """Return the attribute's number, 0 when there is none."""
+    return int(_U32.unpack(fields.get(kind, bytes(4)))[0])
 
 
 def _family(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]:
