@@ -7,10 +7,28 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from libdsec import DSecClient, DSecContainerRunArgs
+from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
+from tests.unit.waiting import until
+from tests.unit.wire_sandbox import Command
 from tests.unit.wire_server import WireServer
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
+
+
+# Shell text: stand still until `open_gate`
+GATE = "until [ -e gate ]; do sleep 0.05; done"
+
+
+def open_gate(server: WireServer, sandbox: Sandbox) -> None:
+    (server.root / sandbox.id / "gate").touch()
+
+
+async def began(server: WireServer) -> Command:
+    """Wait for a command's process; the only one's."""
+    commands = server.world.commands
+    await until(lambda: any(each.process is not None for each in commands.values()))
+    (command,) = commands.values()
+    return command
 
 
 @contextlib.asynccontextmanager

@@ -31,6 +31,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from tests.unit.engine_fixtures import bench
+from tests.unit.waiting import until
 from tests.wire_client import WireClient
 
 
@@ -155,6 +156,7 @@ async def test_a_reader_without_credit_stops_the_stream_at_sixteen_items() -> No
         info = await client.create("k")
         args = model.ExecArgs(cid="y", argv=[b"yes", b"2000000"], stream=True)
         call = client.open("exec.run", args, info.id)
+        await until(lambda: call.items.qsize() >= wire.INITIAL_CREDIT)
         await asyncio.sleep(0.2)
         assert call.items.qsize() == wire.INITIAL_CREDIT
         call.grant(1_000_000_000)
@@ -178,10 +180,9 @@ async def test_a_client_that_grants_everything_and_reads_nothing_costs_little() 
             wire.Credit(2, 1 << 30),
         ):
             await loop.sock_sendall(sock, wire.encode(frame))
+        await until(lambda: any(c.paused for c in b.service.server.connections))
+        (stuck,) = [c for c in b.service.server.connections if c.paused]
         await asyncio.sleep(0.4)
-        stuck = max(
-            b.service.server.connections, key=lambda c: c._transport.get_write_buffer_size()
-        )
         assert stuck.paused
         most = connections.HIGH_WATER + wire.INITIAL_CREDIT * (64 << 10) + (128 << 10)
         size = stuck._transport.get_write_buffer_size()
@@ -198,14 +199,14 @@ async def test_a_lost_client_does_not_end_its_command() -> None:
         await call.item()
         first.abort()
         second = await b.client()
-        await asyncio.sleep(0.05)
         result = await second.call(
             "exec.wait", model.AttachArgs(cid="c1"), info.id, kind=model.CommandResult
         )
         assert result.exit_code == 0
         sandbox = b.service.manager.live[info.id]
-        assert sandbox.calls == 0
-        assert not b.backend.sandboxes[info.id].calls  # the abandoned stream was drained
+        await until(lambda: sandbox.calls == 0)
+        # the abandoned stream is drained
+        await until(lambda: not b.backend.sandboxes[info.id].calls)
 
 
 async def test_a_lost_client_cancels_its_uploads() -> None:
@@ -214,10 +215,9 @@ async def test_a_lost_client_cancels_its_uploads() -> None:
         info = await first.create("k")
         call = first.open("files.write", model.WriteArgs(path=b"/f"), info.id)
         await call.push(b"half")
-        await asyncio.sleep(0.02)
+        await until(lambda: b.backend.sandboxes[info.id].calls)
         first.abort()
-        await asyncio.sleep(0.05)
-        assert not b.backend.sandboxes[info.id].calls
+        await until(lambda: not b.backend.sandboxes[info.id].calls)
         assert b.backend.sandboxes[info.id].files == {}
 
 

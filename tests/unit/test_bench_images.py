@@ -129,6 +129,10 @@ def test_processes_of_a_daemon_whose_bench_was_killed_are_ended(
         subprocess.Popen([sys.executable, "-c", code, f"{tmp_path}/dsec-bench-{name}-x/config"])
         for name in ("1-0", "1-01")
     )
+    # exec(2) closes the descriptor that Popen waits for before it shows the new arguments
+    for process in (ours, others):
+        while str(tmp_path) not in Path(f"/proc/{process.pid}/cmdline").read_text():
+            time.sleep(0.001)
     try:
         assert leftovers.processes_of("dsec-bench-1-0") == {ours.pid}
         ender = threading.Thread(target=ours.wait)  # its parent is this process: it has to reap

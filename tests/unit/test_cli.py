@@ -19,6 +19,7 @@ from dsec import copy, output
 from dsec.main import cli
 from libdsec.errors import Unsupported
 from libdsec.model import Event, LayerInfo, VmArgs
+from tests.unit.client_lab import GATE
 from tests.unit.wire_server import WireServer, in_thread
 
 ROOT = Path(__file__).parents[2]
@@ -163,9 +164,17 @@ def test_run_a_command_and_remove(server, dsec):
 def test_detached_command_and_its_logs(server, dsec):
     name = dsec("run", "base/debian:12").stdout.strip()
     assert "remembers no command" in dsec("logs", name, code=1).stderr
-    cid = dsec("exec", "-d", name, "sh", "-c", "echo one; sleep 1; echo two").stdout.strip()
-    time.sleep(0.2)
+    cid = dsec("exec", "-d", name, "sh", "-c", f"echo one; {GATE}; echo two").stdout.strip()
+    while not server.world.commands[cid].spool[1]:
+        time.sleep(0.01)
     assert dsec("logs", name).stdout == "one\n"
+    attach = server.on["exec.attach"]
+
+    async def attached(call):
+        (server.root / name / "gate").touch()  # no sooner
+        return await attach(call)
+
+    server.on["exec.attach"] = attached
     assert dsec("logs", "-f", name, cid).stdout == "one\ntwo\n"
     (known,) = json.loads(dsec("logs", "--json", name).stdout)
     assert known["cid"] == cid
@@ -303,7 +312,7 @@ def test_shell_on_a_terminal(server, dsec):
 def test_interrupted_exec_kills_its_command(server, dsec):
     name = dsec("run", "base/debian:12").stdout.strip()
     with script(server, "dsec", "exec", name, "sleep", "60") as process:
-        while not server.world.commands:
+        while not any(each.process for each in tuple(server.world.commands.values())):
             time.sleep(0.02)
         time.sleep(0.3)
         process.send_signal(2)

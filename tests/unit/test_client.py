@@ -19,11 +19,13 @@ from libdsec import (
     Timeout,
     Unavailable,
     WrongState,
+    link,
     model,
     wire,
 )
 from libdsec.link import pack
-from tests.unit.client_lab import ARGS, connected, serving
+from tests.unit.client_lab import ARGS, GATE, began, connected, open_gate, serving
+from tests.unit.waiting import let_pass, on_the_loops_clock, until
 
 
 @pytest.fixture
@@ -60,11 +62,12 @@ async def test_many_calls_share_one_connection(server, client, sandbox):
     assert server.count("hello") == 1
 
 
-async def test_a_slow_call_does_not_hold_others(client, sandbox):
-    slow = asyncio.create_task(sandbox.run_shell("sleep 1"))
-    begun = time.monotonic()
+async def test_a_slow_call_does_not_hold_others(server, client, sandbox):
+    slow = asyncio.create_task(sandbox.run_shell(GATE))
+    await began(server)
     assert (await sandbox.run("true")).ok
-    assert time.monotonic() - begun < 0.8
+    assert not slow.done()
+    open_gate(server, sandbox)
     await slow
 
 
@@ -127,9 +130,12 @@ async def test_request_timeout_cancels_the_call(server):
         await asyncio.sleep(60)
 
     server.on["host.stats"] = never
-    async with DSecClient(server.socket, request_timeout=0.1) as client:
-        with pytest.raises(Timeout, match=r"host\.stats was not answered within 0\.1 s"):
-            await client.host_stats()
+    async with DSecClient(server.socket, request_timeout=40) as client:
+        asking = asyncio.create_task(client.host_stats())
+        await until(lambda: server.count("host.stats"))
+        let_pass(50)
+        with pytest.raises(Timeout, match=r"host\.stats was not answered within 40 s"):
+            await asking
         await client.check()
     assert server.cancels == ["host.stats"]
 
@@ -188,19 +194,22 @@ async def test_calls_are_repeated_after_a_restart_of_the_daemon(server, client):
     assert (await asking).node == "n1"
 
 
-async def test_calls_fail_when_the_daemon_stays_away(server):
-    async with DSecClient(server.socket, reconnect_timeout=0.2) as client:
+async def test_calls_fail_when_the_daemon_stays_away(server, monkeypatch):
+    on_the_loops_clock(monkeypatch, link)
+    async with DSecClient(server.socket, reconnect_timeout=40) as client:
         await server.halt()
-        begun = time.monotonic()
+        asking = asyncio.create_task(client.host_stats())
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        let_pass(50)
         with pytest.raises(Unavailable, match="no daemon"):
-            await client.host_stats()
-        assert time.monotonic() - begun < 2
+            await asking
         await server.start()
         await client.host_stats()
 
 
 async def test_lost_create_is_retried_with_the_same_key(server, client):
-    server.create_delay_s = 0.2
+    server.create_delay_s = 60
     keys = []
     create = server.on["sandbox.create"]
 
@@ -212,7 +221,8 @@ async def test_lost_create_is_retried_with_the_same_key(server, client):
 
     server.on["sandbox.create"] = noting
     making = asyncio.create_task(client.run_container(ARGS))
-    await asyncio.sleep(0.1)
+    await until(lambda: keys)
+    server.create_delay_s = 0
     await server.drop()
     await making
     assert len(keys) == 2
@@ -221,14 +231,18 @@ async def test_lost_create_is_retried_with_the_same_key(server, client):
 
 
 async def test_running_command_survives_a_restart_of_the_daemon(server, client, sandbox):
-    script = "for i in 1 2 3 4 5 6 7 8; do echo line $i; sleep 0.1; done; echo err >&2; exit 3"
+    lines = "for i in 1 2 3 4 5 6 7 8; do echo line $i; sleep 0.1; done"
+    script = f"{lines}; {GATE}; echo err >&2; exit 3"
     seen = []
     running = asyncio.create_task(sandbox.run_shell(script, on_stdout=seen.append))
-    for _ in range(2):
+    await began(server)
+    for attached in range(2):
         await asyncio.sleep(0.2)
         await server.halt()
         await asyncio.sleep(0.05)
         await server.start()
+        await until(lambda: server.count("exec.attach") > attached)  # noqa: B023
+    open_gate(server, sandbox)
     result = await running
     expected = "".join(f"line {n}\n" for n in range(1, 9))
     assert (result.exit_code, result.stdout, result.stderr) == (3, expected, "err\n")
@@ -281,22 +295,21 @@ async def test_cancelled_create_stops_the_sandbox_made_after_all(server, client)
     async def stubborn(call):
         args = call.args(model.CreateArgs)
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
         return server.make(args.key, args.args)
 
     server.on["sandbox.create"] = stubborn
     making = asyncio.create_task(client.run_container(ARGS))
-    await asyncio.sleep(0.05)
+    await until(lambda: server.count("sandbox.create"))
     making.cancel()
     with pytest.raises(asyncio.CancelledError):
         await making
     await client.close()
-    await asyncio.sleep(0.05)
-    assert [info.state for info in server.sandboxes.values()] == ["stopped"]
+    await until(lambda: [info.state for info in server.sandboxes.values()] == ["stopped"])
 
 
 async def test_create_timeout_leaves_no_sandbox(server, client):
-    server.create_delay_s = 5
+    server.create_delay_s = 60
     with pytest.raises(Timeout):
         await client.run_container(ARGS, timeout=-0.8)
     await client.host_stats()
@@ -306,24 +319,23 @@ async def test_create_timeout_leaves_no_sandbox(server, client):
 
 async def test_cancelled_command_is_killed(server, client, sandbox):
     running = asyncio.create_task(sandbox.run_shell("sleep 60"))
-    await asyncio.sleep(0.2)
+    command = await began(server)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    (command,) = server.world.commands.values()
     await asyncio.wait_for(command.done.wait(), 5)
     assert command.result({1: 0, 2: 0}).signal == 9
 
 
 async def test_command_cancelled_after_a_reconnect_is_killed(server, client, sandbox):
     running = asyncio.create_task(sandbox.run_shell("echo x; sleep 60"))
-    await asyncio.sleep(0.2)
+    command = await began(server)
+    await until(lambda: command.spool[1])
     await server.halt()
     await asyncio.sleep(0.05)
     running.cancel()  # while there is no connection at all
     await asyncio.gather(running, return_exceptions=True)
     await server.start()
-    (command,) = server.world.commands.values()
     await asyncio.wait_for(command.done.wait(), 5)
 
 
@@ -363,9 +375,11 @@ async def test_run_containers_left_early_stops_the_rest(server, client):
     await asyncio.sleep(0.1)
     await batch.aclose()
     await client.host_stats()
-    await asyncio.sleep(0.05)
-    running = [info.id for info in server.sandboxes.values() if info.state == "running"]
-    assert running == [first.id]
+
+    def running():
+        return [info.id for info in server.sandboxes.values() if info.state == "running"]
+
+    await until(lambda: running() == [first.id])
 
 
 async def test_run_containers_failing_whole_gives_each_its_error(server, client):

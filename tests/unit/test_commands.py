@@ -11,6 +11,8 @@ import pytest
 
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound, WrongState
 from libdsec.result import CommandResult
+from tests.unit.client_lab import GATE, began, open_gate
+from tests.unit.waiting import let_pass, until
 from tests.unit.wire_server import WireServer
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
@@ -42,8 +44,12 @@ async def test_signal_is_not_an_exit_code(sandbox):
     assert (result.exit_code, result.signal, result.ok) == (None, signal.SIGKILL, False)
 
 
-async def test_timeout_says_so_with_the_output_so_far(sandbox):
-    result = await sandbox.run_shell("echo begun; sleep 30", timeout=0.3)
+async def test_timeout_says_so_with_the_output_so_far(server, sandbox):
+    running = asyncio.create_task(sandbox.run_shell("echo begun; sleep 60", timeout=40))
+    command = await began(server)
+    await until(lambda: command.spool[1])
+    let_pass(50)
+    result = await running
     assert (result.timed_out, result.stdout, result.ok) == (True, "begun\n", False)
 
 
@@ -132,10 +138,11 @@ async def test_background_callbacks_and_disconnect(sandbox):
     assert (await handle.wait()).signal == signal.SIGTERM
 
 
-async def test_cancelled_wait_can_be_resumed(sandbox):
-    handle = await sandbox.commands.run("echo a; sleep 0.5; echo b", background=True)
+async def test_cancelled_wait_can_be_resumed(server, sandbox):
+    handle = await sandbox.commands.run(f"echo a; {GATE}; echo b", background=True)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(handle.wait(), 0.2)
+    open_gate(server, sandbox)
     assert (await handle.wait()).stdout == "a\nb\n"
 
 

@@ -20,15 +20,9 @@ from libdsec.errors import (
     Unsupported,
     WrongState,
 )
-from tests.unit.engine_fixtures import bench
+from tests.unit.engine_fixtures import Bench, bench
+from tests.unit.waiting import let_pass, until
 from tests.wire_client import WireClient
-
-
-async def until(condition, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 async def test_create_run_stop() -> None:
@@ -130,43 +124,48 @@ async def test_ended_sandboxes_answer_why_after_a_restart() -> None:
 async def test_idle_timeout_counts_from_the_end_of_the_last_call() -> None:
     async with bench() as b:
         client = await b.client()
-        info = await client.create("k", ttl_running_stop=0.15)
-        begun = time.monotonic()
-        await client.run(info.id, "sleep", "0.4")  # an open call is activity, however long
-        assert time.monotonic() - begun >= 0.4
-        assert (await client.get(info.id)).state == "running"
+        info = await client.create("k", ttl_running_stop=300)
         sandbox = b.service.manager.live[info.id]
+        call = client.open("files.write", model.WriteArgs(path=b"/x"), info.id)
+        await until(lambda: sandbox.calls == 1)
+        let_pass(400)
+        assert (await client.get(info.id)).state == "running"  # an open call is activity
+        call.end()
+        await call.answer()
+        let_pass(200)
+        assert (await client.get(info.id)).state == "running"
+        let_pass(200)
         await until(lambda: sandbox.state == "stopped")
-        assert 0.14 < time.monotonic() - begun - 0.4 < 0.5
         assert "idle timeout" in (await client.get(info.id)).reason
 
 
 async def test_a_background_command_is_no_activity() -> None:
     async with bench() as b:
         client = await b.client()
-        info = await client.create("k", ttl_running_stop=0.15)
-        args = model.ExecArgs(cid="bg", argv=[b"sleep", b"60"], background=True)
+        info = await client.create("k", ttl_running_stop=60)
+        args = model.ExecArgs(cid="bg", argv=[b"sleep", b"600"], background=True)
         await client.call("exec.start", args, info.id)
         sandbox = b.service.manager.live[info.id]
+        let_pass(90)
         await until(lambda: sandbox.state == "stopped")
 
 
 async def test_set_timeout_replaces_the_idle_timeout() -> None:
     async with bench() as b:
         client = await b.client()
-        info = await client.create("k", ttl_running_stop=0.1)
+        info = await client.create("k", ttl_running_stop=60)
+        begun = time.time()
         longer = await client.call(
             "sandbox.set_timeout",
-            model.SetTimeout(id=info.id, ttl_running_stop=30.0),
+            model.SetTimeout(id=info.id, ttl_running_stop=300.0),
             kind=model.SandboxInfo,
         )
-        assert longer.expires_at == pytest.approx(time.time() + 30, abs=1)
-        await asyncio.sleep(0.25)
+        assert begun - 0.1 < longer.expires_at - 300 < time.time() + 0.1
+        let_pass(90)
         assert (await client.get(info.id)).state == "running"
-        await client.call(
-            "sandbox.set_timeout", model.SetTimeout(id=info.id, ttl_running_stop=0.05)
-        )
+        await client.call("sandbox.set_timeout", model.SetTimeout(id=info.id, ttl_running_stop=60))
         sandbox = b.service.manager.live[info.id]
+        let_pass(90)
         await until(lambda: sandbox.state == "stopped")
 
 
@@ -179,31 +178,53 @@ async def test_maximum_lifetime_ends_a_busy_sandbox() -> None:
         assert "maximum lifetime" in (await client.get(info.id)).reason
 
 
+def held(b: Bench) -> tuple[asyncio.Event, asyncio.Event]:
+    """Have creates wait; returns what tells that one has begun, and what has it go on."""
+    begun, go, create = asyncio.Event(), asyncio.Event(), b.backend.create
+
+    async def waiting(handle, spec):
+        begun.set()
+        await go.wait()
+        return await create(handle, spec)
+
+    b.backend.create = waiting  # type: ignore[method-assign]
+    return begun, go
+
+
 async def test_a_client_that_dies_before_the_answer_leaves_no_orphan() -> None:
-    async with bench(Limits(unclaimed_grace_s=0.2), latency_s=0.1) as b:
+    async with bench(Limits(unclaimed_grace_s=60)) as b:
+        begun, go = held(b)
         dying = await WireClient.connect(b.config.socket)
         dying.open(
             "sandbox.create",
             model.CreateArgs(key="lost", args=model.DSecContainerRunArgs(container_image="x")),
         )
-        await asyncio.sleep(0.03)
+        await begun.wait()
+        (sandbox,) = b.service.manager.live.values()
         dying.abort()
+        go.set()
         await until(lambda: len(b.backend.sandboxes) == 1)
+        await until(lambda: sandbox.state == "running" and sandbox.claim_deadline is not None)
+        let_pass(90)
         await until(lambda: not b.backend.sandboxes)
-        assert b.service.manager.live == {}
+        await until(lambda: not b.service.manager.live)
 
 
 async def test_the_key_of_a_lost_create_can_be_claimed_within_the_grace() -> None:
-    async with bench(Limits(unclaimed_grace_s=0.3), latency_s=0.05) as b:
+    async with bench(Limits(unclaimed_grace_s=60)) as b:
+        begun, go = held(b)
         dying = await WireClient.connect(b.config.socket)
         args = model.DSecContainerRunArgs(container_image="base/debian:12")
         dying.open("sandbox.create", model.CreateArgs(key="lost", args=args))
-        await asyncio.sleep(0.02)
+        await begun.wait()
+        (sandbox,) = b.service.manager.live.values()
         dying.abort()
-        await asyncio.sleep(0.1)
+        go.set()
+        await until(lambda: sandbox.state == "running" and sandbox.claim_deadline is not None)
         client = await b.client()
         info = await client.create("lost")
-        await asyncio.sleep(0.5)
+        assert info.id == sandbox.id
+        let_pass(90)
         assert (await client.get(info.id)).state == "running"
         assert len(b.backend.sandboxes) == 1
 
@@ -231,12 +252,15 @@ async def test_an_answer_that_was_never_read_counts_as_lost() -> None:
 
 
 async def test_a_cancelled_create_is_undone_at_once() -> None:
-    async with bench(latency_s=0.05) as b:
+    async with bench() as b:
         client = await b.client()
+        begun, go = held(b)
         args = model.DSecContainerRunArgs(container_image="x")
         call = client.open("sandbox.create", model.CreateArgs(key="k", args=args))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         call.cancel()
+        await client.call("sandbox.list", model.ListArgs())  # it has heard the cancellation, too
+        go.set()
         with pytest.raises(Timeout):
             await call.answer()
         await until(lambda: not b.service.manager.live)
@@ -254,7 +278,7 @@ async def test_a_create_cancelled_in_the_same_breath_is_answered() -> None:
             calls.append(call)
         for call in calls:
             with pytest.raises(Timeout):
-                await call.answer(timeout_s=2)
+                await call.answer()
         await until(lambda: not b.service.manager.live)
 
 
@@ -351,7 +375,7 @@ async def test_a_death_is_noticed_at_once_and_fails_open_calls() -> None:
         await client.run(info.id, "true")
         b.service.manager.died(info.id, Death("its init was killed"))
         with pytest.raises(WrongState):
-            await call.answer(timeout_s=2)
+            await call.answer()
         found = await client.get(info.id)
         assert (found.state, found.reason) == ("failed", "its init was killed")
         await until(lambda: not b.backend.sandboxes)

@@ -151,7 +151,7 @@ def test_who_is_killed_while_it_makes_a_user_namespace_leaves_no_process(layer: 
             time.sleep(0.002 + number * 0.0001)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            deadline = time.monotonic() + 2
+            deadline = time.monotonic() + 20
             while _has_children():
                 assert time.monotonic() < deadline, number
                 time.sleep(0.001)
@@ -310,8 +310,8 @@ def test_what_a_map_refuses_is_an_error(layer: Any, tmp_path: Path) -> None:
 def _until(condition: Any) -> None:
     import time
 
-    for _ in range(200):
+    for _ in range(1000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("it did not come about within 2 s")
+    raise AssertionError("it did not come about within 10 s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from libdsec.request import request_of
 from libdsec.wire import pack
 from tests.unit.microvm_bed import Ears, Jail
 from tests.unit.microvm_fakes import FakeMachine, FakeVmm
+from tests.unit.waiting import until
 
 MIB = 1 << 20
 ID = "s0-n0-1-1"
@@ -265,13 +265,12 @@ async def test_going_back_fails_open_calls_and_takes_a_new_connection(bed: Bed) 
     await bed.backend.rollback(instance.handle, made.id, bed.save)
     assert bed.machine.did[-3:] == ["stop", "restore", "cont"]
     assert len(bed.vmm.agents) == before + 1
-    await asyncio.sleep(0.05)
+    await until(lambda: "vm.watch" in [op for op, _ in bed.vmm.agent.asked])
     asked = [op for op, _ in bed.vmm.agent.asked]
     assert asked[:2] == ["sys.ping", "vm.clock"]
-    assert "vm.watch" in asked
     assert bed.ears.deaths == []  # the end of the old connection is no death
     bed.machine.happen("shutdown")
-    await asyncio.sleep(0.05)
+    await until(lambda: bed.ears.deaths)
     assert bed.ears.deaths[0][1].reason == "the guest switched itself off"
 
 

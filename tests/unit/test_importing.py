@@ -128,12 +128,16 @@ async def test_a_bad_source_is_the_callers_error(library: Library, tmp_path: Pat
 
 async def test_cancelling_an_import_leaves_nothing(library: Library, tmp_path: Path) -> None:
     tar = await asyncio.to_thread(big_tar, tmp_path / "big.tar")
-    started = threading.Event()
-    task = asyncio.create_task(
-        import_layer(library, "x:1", str(tar), check=lambda done: started.set())
-    )
+    started, cancelled = threading.Event(), threading.Event()
+
+    def check(done: int) -> None:
+        started.set()
+        cancelled.wait(20)
+
+    task = asyncio.create_task(import_layer(library, "x:1", str(tar), check=check))
     await asyncio.to_thread(started.wait)
     task.cancel()
+    cancelled.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await library.list() == []

@@ -20,6 +20,7 @@ from dsecd.images.manifest import BlobRef, Manifest
 from dsecd.images.stores.abc import Source
 from dsecd.images.stores.verify import PIECE, fetch_verified
 from libdsec.errors import Internal, NotFound, Unavailable, WrongState
+from tests.unit.waiting import until
 
 IMAGE, INDEX = b"image" * 1000, b"index" * 50
 
@@ -113,7 +114,7 @@ async def test_all_that_a_layer_needs_is_asked_for_at_once(tmp_path: Path) -> No
     assert len(store.asked) == 3
     assert Path(local.image).read_bytes() == IMAGE
     assert blobd.calls[:2] == ["add", "start_trace"]
-    await asyncio.sleep(0.01)
+    await until(lambda: store.written)
     assert list(store.written) == [f"traces/{'d' * 64}"]
     await cached.close()
 
@@ -123,7 +124,7 @@ async def test_a_trace_is_replayed(tmp_path: Path) -> None:
     blob = MANIFEST.blobs[0].id
     store.objects[f"traces/{'d' * 64}"] = msgspec.json.encode(Trace((blob,), ((0, 0, 1),)))
     await cached.provide(MANIFEST)
-    await asyncio.sleep(0.01)
+    await until(lambda: len(blobd.calls) > 1)
     assert blobd.calls == ["add", "prefetch"]
     await cached.close()
 

@@ -21,6 +21,7 @@ from libdsec.errors import Internal, InvalidArgument, Timeout, Unavailable
 from libdsec.model import DSecContainerRunArgs
 from libdsec.wire import pack
 from tests.unit.microvm_fakes import Answer, FakeVmm, Silence
+from tests.unit.waiting import let_pass, until
 
 PLAN = VmPlan(memory_bytes=64 << 20, kernel="/vm/kernel", upper="/vm/upper.img")
 LAUNCH = Launch(argv=("true",), devices=Devices.of(PLAN))
@@ -58,8 +59,8 @@ class Bed:
 @pytest.fixture
 async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Bed]]:
     for name, value in {
-        "BOOT_S": 1.0,
-        "ANSWER_S": 0.05,
+        "BOOT_S": 20.0,
+        "ANSWER_S": 10.0,
         "AGAIN_S": 0.01,
         "EXPLAIN_S": 0.05,
     }.items():
@@ -73,12 +74,6 @@ async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., B
     yield bed
     for one in beds:
         await one.end()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_the_guest_is_told_what_it_is(make: Callable[..., Bed]) -> None:
@@ -106,13 +101,20 @@ async def test_a_guest_that_refuses_says_why_and_shows_its_console(
 
 async def test_a_guest_that_never_answers_is_given_up(make: Callable[..., Bed]) -> None:
     bed = make(lambda op, args: Silence)
-    with pytest.raises(Timeout, match="did not start in 1 s"):
-        await bed.start()
+    starting = asyncio.ensure_future(bed.start())
+    await until(lambda: bed.vmm.agents)
+    let_pass(30)
+    with pytest.raises(Timeout, match="did not start in 20 s"):
+        await starting
 
 
 async def test_what_is_left_of_an_earlier_connection_does_no_harm(make: Callable[..., Bed]) -> None:
     bed = make(deaf=2)
-    await bed.machine.adopt(saved=False)
+    adopting = asyncio.ensure_future(bed.machine.adopt(saved=False))
+    for deaf in (1, 2):
+        await until(lambda: len(bed.vmm.agents) == deaf and bed.vmm.agent.asked)  # noqa: B023
+        let_pass(15)
+    await adopting
     assert len(bed.vmm.agents) == 3
     assert bed.machine.channel is not None
     assert bed.deaths == []

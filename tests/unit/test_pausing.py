@@ -24,6 +24,7 @@ from libdsec.errors import InvalidArgument, WrongState
 from libdsec.model import Event, Paused, Resumed, SandboxInfo
 from tests.unit.engine_fixtures import Bench, bench
 from tests.unit.test_reclaiming import fill
+from tests.unit.waiting import let_pass, until
 from tests.wire_client import WireClient
 
 MIB = 1 << 20
@@ -32,6 +33,10 @@ MIB = 1 << 20
 def manager_of(made: Bench) -> Manager:
     assert made.service is not None
     return made.service.manager
+
+
+def state_of(made: Bench, sandbox: FakeSandbox) -> str:
+    return manager_of(made).get(sandbox.name).state
 
 
 async def one(made: Bench, **fields: Any) -> tuple[WireClient, FakeSandbox]:
@@ -174,41 +179,42 @@ async def test_a_paused_sandbox_is_stopped() -> None:
 
 async def test_no_idle_timeout_while_its_caller_has_it_paused() -> None:
     async with bench() as made:
-        client, sandbox = await one(made, ttl_running_stop=0.2)
+        client, sandbox = await one(made, ttl_running_stop=60)
         await pause(client, sandbox.name)
         assert (await client.get(sandbox.name)).expires_at is None
-        await asyncio.sleep(0.4)
+        let_pass(90)
         assert (await client.get(sandbox.name)).state == "paused"
         resumed = await client.call("sandbox.resume", {"id": sandbox.name}, kind=SandboxInfo)
         assert resumed.expires_at is not None  # counted from now
-        await asyncio.sleep(0.4)
-        assert (await client.get(sandbox.name)).state == "stopped"
+        let_pass(90)
+        await until(lambda: state_of(made, sandbox) == "stopped")
 
 
 async def test_the_maximum_lifetime_runs_on_while_paused() -> None:
     async with bench() as made:
-        client, sandbox = await one(made, max_lifetime_s=0.3)
+        client, sandbox = await one(made, max_lifetime_s=60)
         await pause(client, sandbox.name)
-        await asyncio.sleep(0.5)
-        assert (await client.get(sandbox.name)).state == "stopped"
+        let_pass(90)
+        await until(lambda: state_of(made, sandbox) == "stopped")
 
 
 async def test_a_sandbox_paused_for_being_idle_keeps_its_idle_timeout() -> None:
     async with bench() as made:
-        client, sandbox = await one(made, ttl_running_stop=0.3)
+        client, sandbox = await one(made, ttl_running_stop=60)
         await pausing.pause(manager_of(made), sandbox.name, by="idle")
         assert (await client.get(sandbox.name)).state == "paused"
-        await asyncio.sleep(0.5)
-        assert (await client.get(sandbox.name)).state == "stopped"
+        let_pass(90)
+        await until(lambda: state_of(made, sandbox) == "stopped")
 
 
 async def test_the_daemon_does_not_pause_one_with_an_open_call() -> None:
     async with bench() as made:
         client, sandbox = await one(made)
-        call = client.open("exec.run", {"cid": "c", "argv": [b"sleep", b"0.2"]}, sandbox.name)
-        await asyncio.sleep(0.05)
+        call = client.open("files.write", {"path": b"/x"}, sandbox.name)
+        await until(lambda: manager_of(made).live[sandbox.name].calls == 1)
         await pausing.pause(manager_of(made), sandbox.name, by="idle")
         assert (await client.get(sandbox.name)).state == "running"
+        call.end()
         await call.answer()
 
 
@@ -250,7 +256,7 @@ async def test_events_and_metrics_tell_of_it() -> None:
     async with bench() as made:
         client, sandbox = await one(made)
         events = client.open("events.subscribe", {})
-        await asyncio.sleep(0.05)
+        await until(lambda: manager_of(made).events._subscriptions)
         await pause(client, sandbox.name)
         await client.run(sandbox.name, "true")
         kinds = [(await events.item(Event)).kind for _ in range(2)]
@@ -261,7 +267,7 @@ async def test_events_and_metrics_tell_of_it() -> None:
 
 
 async def test_a_restart_finds_it_paused_and_its_class_as_it_was() -> None:
-    async with bench(limits=Limits(default_idle_s=0.4)) as made:
+    async with bench(limits=Limits(default_idle_s=60)) as made:
         made.backend.capabilities = type(made.backend.capabilities)(
             network=("none",), oom=True, trim=True, pause=True, survives_daemon=True
         )
@@ -277,7 +283,7 @@ async def test_a_restart_finds_it_paused_and_its_class_as_it_was() -> None:
         info = await client.get(sandbox.name)
         assert (info.state, info.cpu_class) == ("paused", "best_effort")
         assert sandbox.cpu_class == "best_effort"
-        await asyncio.sleep(0.6)
+        let_pass(90)
         assert (await client.get(sandbox.name)).state == "paused"  # by its caller, still
         assert (await client.run(sandbox.name, "true")).exit_code == 0
 

@@ -16,6 +16,7 @@ from dsecd.images.tool import Report, unreported
 from libdsec import DSecClient, DSecContainerRunArgs, ImportProgress
 from libdsec.errors import DSecError, Timeout, Unavailable
 from tests.unit.engine_fixtures import Bench, bench
+from tests.unit.waiting import let_pass, until
 
 IMAGE = "registry.example/x:1"
 
@@ -49,7 +50,7 @@ class Registry:
 
 @pytest.fixture
 async def host() -> AsyncIterator[Bench]:
-    async with bench(Limits(concurrent_creates=1, create_timeout_s=0.5)) as made:
+    async with bench(Limits(concurrent_creates=1, create_timeout_s=20)) as made:
         yield made
 
 
@@ -101,9 +102,10 @@ async def test_a_pull_holds_up_no_other_create_and_may_take_longer(
 ) -> None:
     """A pull used to take one of the places for creates, and had their time only."""
     slow = asyncio.ensure_future(client.run_container(args()))
-    await asyncio.sleep(0.1)
-    await client.run_container(args("base/x"), timeout=5)
-    await asyncio.sleep(0.6)  # longer than create_timeout_s
+    await until(lambda: registry.pulled)
+    await client.run_container(args("base/x"), timeout=15)
+    let_pass(30)  # longer than create_timeout_s
+    await client.host_stats()
     assert not slow.done()
     registry.gate.set()
     assert (await slow).info.state == "running"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dsecd.host.ranges import SIZE, RangePool
 from libdsec.errors import Exhausted, Internal
+from tests.unit.waiting import until
 
 START = 0x10000000
 
@@ -80,8 +81,7 @@ async def test_reserved_ranges_are_never_handed_out() -> None:
 async def test_reserving_a_prepared_range_takes_it_from_the_ready_ones() -> None:
     ranges = pool(2, ready=2)
     ranges.start()
-    await asyncio.sleep(0.01)
-    assert ranges.ready == 2
+    await until(lambda: ranges.ready == 2)
     assert ranges.reserve(1).index == 1
     assert ranges.acquire().index == 0
     await ranges.close()
@@ -106,9 +106,11 @@ async def test_background_fill_stops_at_the_target_and_at_the_end() -> None:
     kernel = Namespaces()
     ranges = pool(5, ready=3, kernel=kernel)
     ranges.start()
+    await until(lambda: ranges.ready == 3)
     await asyncio.sleep(0.01)
     assert ranges.ready == 3
     held = [ranges.acquire() for _ in range(3)]
+    await until(lambda: ranges.ready == 2)
     await asyncio.sleep(0.01)
     assert ranges.ready == 2  # all five exist
     assert len(kernel.made) == 5

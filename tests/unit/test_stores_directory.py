@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,8 @@ from dsecd.images.stores import directory, record
 from dsecd.images.stores.abc import Conflict, Source, Store
 from dsecd.images.stores.directory import KEEP_S, DirectoryStore
 from dsecd.images.stores.opening import open_store
+from dsecd.images.stores.retry import retry
+from dsecd.images.stores.workers import Workers
 from libdsec.errors import (
     DSecError,
     Exhausted,
@@ -27,6 +30,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from tests.store_suite import Opener, StoreSuite, fresh, listed, name
+from tests.unit.waiting import let_pass, on_the_loops_clock, until
 
 
 @pytest.fixture
@@ -106,13 +110,16 @@ async def test_faults_that_stay_are_explained_and_leave_nothing(
 async def test_a_fault_that_does_not_pass_is_retryable(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await open_store(str(root), {"timeout_s": 0.5})
+    on_the_loops_clock(monkeypatch, sys.modules[retry.__module__])
+    store = await open_store(str(root), {"timeout_s": 60})
     failing(monkeypatch, "fsync", errno.EIO)
-    began = time.monotonic()
+    writing = asyncio.ensure_future(store.write(fresh(), b"data"))
+    await asyncio.sleep(0.3)
+    assert not writing.done()
+    let_pass(90)
     with pytest.raises(Unavailable, match="Input/output error; tried") as caught:
-        await store.write(fresh(), b"data")
+        await writing
     assert caught.value.retryable
-    assert time.monotonic() - began < 2
     await store.close()
 
 
@@ -275,22 +282,27 @@ async def test_stalled_file_system_costs_bounded_time_and_threads(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a hard NFS mount whose server is gone; the event loop goes on, and it recovers."""
-    store = await open_store(str(root), {"timeout_s": 0.3, "threads": 3})
+    on_the_loops_clock(monkeypatch, sys.modules[Workers.__module__])
+    store = await open_store(str(root), {"timeout_s": 60, "threads": 3})
     assert isinstance(store, DirectoryStore)
     key = fresh()
     await store.write(key, b"data")
-    gate, real = threading.Event(), os.pread
+    gate, real, stuck = threading.Event(), os.pread, []
 
     def stall(*arguments: Any) -> bytes:
+        stuck.append(threading.current_thread())
         gate.wait(20)
         return real(*arguments)
 
     monkeypatch.setattr(os, "pread", stall)
-    began = time.monotonic()
-    results = await asyncio.gather(*(store.read(key) for _ in range(10)), return_exceptions=True)
+    reading = [asyncio.ensure_future(store.read(key)) for _ in range(10)]
+    await until(lambda: len(stuck) == 3)
+    assert not any(one.done() for one in reading)
+    let_pass(90)
+    results = await asyncio.gather(*reading, return_exceptions=True)
     assert all(isinstance(result, Unavailable) for result in results), results
     assert "is its server or mount alive" in str(results[0])
-    assert time.monotonic() - began < 2
+    assert not gate.is_set()
     assert len(store._workers._threads) == 3
     gate.set()
     assert await store.read(key) == b"data"
@@ -303,19 +315,27 @@ async def test_stalled_file_system_costs_bounded_time_and_threads(
 async def test_a_write_that_was_given_up_does_not_appear_later(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await open_store(str(root), {"timeout_s": 0.2})
-    gate, real = threading.Event(), os.fsync
+    on_the_loops_clock(monkeypatch, sys.modules[Workers.__module__])
+    store = await open_store(str(root), {"timeout_s": 60})
+    gate, real, stuck = threading.Event(), os.fsync, []
 
     def stall(fd: int) -> None:
+        stuck.append(fd)
         gate.wait(20)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", stall)
     key, moved = fresh(), name()
-    for call in (store.write(key, b"data"), store.swap_name(moved, b"data", None)):
+    for number, call in enumerate(
+        (store.write(key, b"data"), store.swap_name(moved, b"data", None))
+    ):
+        asked = asyncio.ensure_future(call)  # type: ignore[arg-type, var-annotated]
+        await until(lambda: len(stuck) > number)  # noqa: B023
+        let_pass(90)
         with pytest.raises(Unavailable):
-            await call
+            await asked
     gate.set()
+    await until(lambda: not list((root / "tmp").iterdir()))
     await asyncio.sleep(0.2)
     assert await store.size(key) is None
     assert await store.read_name(moved) is None

@@ -6,10 +6,12 @@ import asyncio
 import errno
 import hashlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ from libdsec.errors import (
     from_wire,
     to_wire,
 )
+from tests.unit.waiting import let_pass, on_the_loops_clock, until
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
 
@@ -221,43 +224,76 @@ async def test_retry_until_it_works() -> None:
     assert len(calls) == 4
 
 
-async def test_retry_ends_at_the_deadline_with_the_reason() -> None:
+async def test_retry_ends_at_the_deadline_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     attempt, calls = failing(10**6)
-    began = time.monotonic()
+    module, now = sys.modules[retry.__module__], 0.0
+
+    async def sleep(pause: float) -> None:
+        nonlocal now
+        now += pause
+
+    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     with pytest.raises(Unavailable, match=r"cannot do it: not yet; tried \d+ times in") as caught:
         await retry(attempt, "cannot do it", 0.5)
-    assert time.monotonic() - began < 1.0
+    assert 0.1 < now <= 0.5
     assert caught.value.detail["tries"] == len(calls) >= 3
 
 
 # --- threads --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have threads count the time that `let_pass` lets pass."""
+    on_the_loops_clock(monkeypatch, sys.modules[Workers.__module__])
+
+
+@pytest.mark.usefixtures("clock")
 async def test_a_busy_pool_is_not_a_stalled_one() -> None:
     """Calls wait longer than the limit behind others that go on."""
-    workers = Workers(1, 0.3, "it")
-    done = await asyncio.gather(*(workers.run(lambda _: time.sleep(0.1)) for _ in range(8)))
-    assert len(done) == 8
+    workers, go = Workers(1, 60, "it"), threading.Semaphore(0)
+    asked = [asyncio.ensure_future(workers.run(lambda _: go.acquire(timeout=20))) for _ in range(8)]
+    for number in range(8):
+        let_pass(40)
+        await asyncio.sleep(0.01)
+        go.release()
+        await until(lambda: sum(one.done() for one in asked) > number)  # noqa: B023
+    assert await asyncio.gather(*asked) == [True] * 8
     workers.close()
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_long_call_with_progress_is_not_stalled() -> None:
+    go, beats = threading.Semaphore(0), []
+
     def long(call: Any) -> int:
-        for _ in range(8):
-            time.sleep(0.1)
+        for number in range(8):
+            go.acquire(timeout=20)
             call.beat()
+            beats.append(number)
         return 7
 
-    workers = Workers(1, 0.4, "it")
-    assert await workers.run(long) == 7
+    workers = Workers(1, 60, "it")
+    asked = asyncio.ensure_future(workers.run(long))
+    for number in range(8):
+        let_pass(40)
+        await asyncio.sleep(0.01)
+        go.release()
+        await until(lambda: len(beats) > number)  # noqa: B023
+    assert await asked == 7
     workers.close()
 
 
+@pytest.mark.usefixtures("clock")
 async def test_stuck_threads_do_not_take_the_place_of_free_ones() -> None:
     gate = threading.Event()
-    workers = Workers(4, 0.2, "it")
+    workers = Workers(4, 60, "it")
+    stuck = asyncio.ensure_future(workers.run(lambda _: gate.wait(20)))
+    await asyncio.sleep(0.01)
+    let_pass(90)
     with pytest.raises(Unavailable):
-        await workers.run(lambda _: gate.wait(20))
+        await stuck
     assert await workers.run(lambda _: 5) == 5
     gate.set()
     workers.close()

@@ -160,10 +160,11 @@ def test_interrupt_cancels_the_call(server, client):
     def interrupt():
         import signal
 
-        time.sleep(0.3)
+        while not any(each.process for each in tuple(server.world.commands.values())):
+            time.sleep(0.01)
         signal.pthread_kill(main, signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         sandbox.run_shell("sleep 60")

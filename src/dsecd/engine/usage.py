@@ -15,7 +15,8 @@ async def metrics(manager: Manager, name: str) -> Metrics:
     sandbox = manager.get(name)
     if sandbox.state not in ALIVE or sandbox.handle is None:
         raise WrongState(f"sandbox {name} is {sandbox.state}", state=sandbox.state)
-    usage, spec = await sandbox.backend.usage(sandbox.handle), sandbox.spec
+    now, spec = asyncio.get_running_loop().time(), sandbox.spec  # before it is measured: for rates
+    usage = await sandbox.backend.usage(sandbox.handle)
     return Metrics(
         memory_bytes=usage.memory_bytes,
         memory_shared_bytes=usage.memory_shared_bytes,
@@ -32,5 +33,5 @@ async def metrics(manager: Manager, name: str) -> Metrics:
         rx_bytes=usage.rx_bytes,
         tx_bytes=usage.tx_bytes,
         denied=usage.denied,
-        uptime_s=asyncio.get_running_loop().time() - sandbox.started,
+        uptime_s=now - sandbox.started,
     )

@@ -122,9 +122,12 @@ def subvolume_id(subvolume: Path) -> int:
 
 
 def usage(mount: Path, number: int) -> int:
-    """Return the bytes charged to subvolume `number`: what is on disk and what is on its way."""
+    """Return the bytes charged to subvolume `number`: what is on disk and what is on its way.
+
+    What arrives meanwhile counts twice rather than not at all.
+    """
     group = _quota_directory(mount) / f"0_{number}"
-    return int((group / "referenced").read_text()) + int((group / "rsv_data").read_text())
+    return sum(int((group / name).read_text()) for name in ("rsv_data", "referenced"))
 
 
 def _quota_directory(mount: Path) -> Path:

@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS chunks_by_blob ON chunks (blob);
 """
 _BATCH = 500  # parameters of one statement
+_PATIENCE_S = 60.0  # with another process that writes
 
 
 class KnownChunks:
@@ -121,7 +122,7 @@ class KnownChunks:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    db = sqlite3.connect(path, _PATIENCE_S, check_same_thread=False, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")

@@ -218,7 +218,7 @@ class Blobd:
         while True:
             try:
                 channel = Channel.connect(self._control)
-                async with asyncio.timeout(max(patience_s, 1.0)):
+                async with asyncio.timeout(_START_S):  # it accepted: it is there, if slow
                     await self._greet(channel)
                 break
             except (Unavailable, TimeoutError) as error:

@@ -96,8 +96,8 @@ class Workers:
         while (call := self._queue.get()) is not None:
             result, error = None, None
             try:
-                call.started = True
                 call.beat()
+                call.started = True  # from now on its last beat counts
                 result = call.function(call)
             except BaseException as raised:  # is the waiter's, whatever it is
                 error = raised
