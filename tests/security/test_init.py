@@ -97,7 +97,7 @@ RACE = r"""
 #include <sys/syscall.h>
 #include <sys/wait.h>
 
-static int refused, seized_late, seized_early, files, fds, guesses;
+static int refused, seized_late, seized_early, files, fds;
 
 /* Whether the program opened it, after its exec: the dynamic linker's cache or a library. */
 static int of_the_linker(int fd)
@@ -140,15 +140,26 @@ static void look(int pid)
         close(handle);
 }
 
+/* The number of the next process. Guesses that fell behind while this stood still meet nobody. */
+static int unborn(int guess)
+{
+    int pid = fork();
+    if (pid == 0)
+        _exit(0);
+    return pid > 0 && waitpid(pid, NULL, 0) == pid ? pid + 1 : guess;
+}
+
 int main(int argc, char **argv)
 {
     time_t end = time(NULL) + atoi(argv[1]);
     int stop = argc > 2, next = getpid() + 1;
     printf("ready\n");
     fflush(stdout);
-    while (time(NULL) < end)
+    /* A busy machine may take its time until the first is met. */
+    for (unsigned round = 0; time(NULL) < end || (!stop && !refused); round++) {
+        if (round % 4096 == 0)
+            next = unborn(next);
         for (int pid = next; pid < next + (stop ? 12 : 3); pid++) {
-            guesses++;
             if (stop) {
                 if (kill(pid, SIGSTOP) == 0) {
                     printf("stopped %d\n", pid);
@@ -178,6 +189,7 @@ int main(int argc, char **argv)
             early ? seized_early++ : seized_late++;
             next = pid + 1;
         }
+    }
     printf("{\"refused\": %d, \"late\": %d, \"early\": %d, \"files\": %d, \"fds\": %d}\n", refused,
            seized_late, seized_early, files, fds);
     return 0;
@@ -195,7 +207,7 @@ async def test_children_of_init_cannot_be_caught_before_their_exec(target: Targe
     box = await target.sibling(cpu_cores_limit=2)
     program = await _compile(box, "race", RACE)
     running = await box.commands.run([program, "8"], background=True)
-    await asyncio.sleep(0.3)
+    assert (await anext(running)).data == b"ready\n"
     ended = asyncio.ensure_future(running.wait())
     while not ended.done():
         await box.run("true", timeout=10)
@@ -204,7 +216,7 @@ async def test_children_of_init_cannot_be_caught_before_their_exec(target: Targe
     lines = (await ended).stdout.splitlines()
     await box.stop()
     found = json.loads(lines[-1])
-    assert found["refused"] > 0, found  # control: it was fast enough to meet them
+    assert found["refused"] > 0, found  # control: it met them
     assert (found["early"], found["files"], found["fds"]) == (0, 0, 0), found
 
 
@@ -222,14 +234,19 @@ async def test_a_child_stopped_from_inside_does_not_hold_its_call(
     """Root inside may signal a child of init as soon as that is in the user namespace."""
     box = await target.sibling(cpu_cores_limit=2)
     program = await _compile(box, "race", RACE)
-    met = 0
-    for _ in range(3):
+    rounds = met = 0
+    while rounds < 3 or not met:  # control: until one was stopped
+        rounds += 1
         running = await box.commands.run([program, "10", "stop"], background=True)
-        await asyncio.sleep(0.2)
+        assert (await anext(running)).data == b"ready\n"
         done = asyncio.ensure_future(running.wait())
         while not done.done():
             calls = [asyncio.ensure_future(STOPPABLE[kind](box)) for _ in range(4)]
             _, hanging = await asyncio.wait(calls, timeout=4)
+            if hanging:  # or the machine stands still: what is asked later is answered later
+                with contextlib.suppress(DSecError):
+                    await box.run("true", timeout=1)
+                hanging = {task for task in hanging if not task.done()}
             for task in hanging:
                 task.cancel()
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -242,7 +259,6 @@ async def test_a_child_stopped_from_inside_does_not_hold_its_call(
         met += (await done).stdout.count("stopped")
         assert (await box.run("echo", "alive", timeout=5)).stdout == "alive\n"
     await box.stop()
-    assert met  # control
 
 
 @BOTH

@@ -144,8 +144,11 @@ CHEATS = {
         warned=("bytecode",),
     ),
     "process_that_rewrites": Cheat(
-        plant="(while sleep 0.05; do echo 1 passed > /tmp/result; done) >/dev/null 2>&1 &",
-        grade=f"({GRADE}) > /tmp/result; sleep 0.4; grep -q '1 passed' /tmp/result",
+        plant="touch /tmp/cheat;"
+        " (while sleep 0.05; do echo 1 passed > /tmp/result; done) >/dev/null 2>&1 &",
+        # where the cheat was planted, until it had its turn
+        grade=f"({GRADE}) > /tmp/result; sleep 0.4; until grep -q '1 passed' /tmp/result;"
+        " do test -e /tmp/cheat || exit 1; sleep 0.05; done",
     ),
     "link_to_the_answer": passing_link("/grader/expected"),
     "link_by_proc": passing_link("/proc/self/root/grader/expected"),
@@ -277,8 +280,8 @@ async def test_a_toolkit_that_the_agent_had_lies_above_what_it_hands_in(task: Ta
 SPY = """
 import glob, os, pathlib, time, zlib
 roots = ("/grader", "/repo/.git", "/root/.cache", "/tmp/graded")
-end = time.monotonic() + 30
-while time.monotonic() < end and not os.path.exists("/tmp/stop"):
+open("/tmp/spying", "w").close()
+while not os.path.exists("/tmp/stop"):
     files = [str(p) for root in roots for p in pathlib.Path(root).rglob("*")]
     for path in files + glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"):
         try:
@@ -297,11 +300,13 @@ while time.monotonic() < end and not os.path.exists("/tmp/stop"):
 """
 
 LEAKS = {
-    "files": "mkdir -p /grader && cp {answer} /grader/answer",
-    "proc": "A=$(cat {answer}) sleep 1",
-    "git_objects": "git -C /repo hash-object -w {answer}",
-    "pip_cache": "mkdir -p /root/.cache/pip && cp {answer} /root/.cache/pip/wheel",
+    "files": "mkdir -p /grader && cp {answer} /grader/answer &&",
+    "proc": "A=$(cat {answer})",
+    "git_objects": "git -C /repo hash-object -w {answer} &&",
+    "pip_cache": "mkdir -p /root/.cache/pip && cp {answer} /root/.cache/pip/wheel &&",
 }
+# What leaks is there for a second, and where there is a spy until it has seen it
+HOLD = " sh -c 'sleep 1; while test -e /tmp/spying -a ! -s /tmp/loot; do sleep 0.05; done'"
 
 
 @pytest.mark.parametrize("leak", LEAKS)
@@ -316,7 +321,8 @@ async def test_the_agent_sees_nothing_of_the_grader(
     await task.client.layers.import_(toolkit, str(tmp_path))
     await agent.files.write("/root/spy.py", SPY)
     spy = await agent.commands.run("exec python3 /root/spy.py", background=True)
-    grade = LEAKS[leak] + " && sleep 0.5"
+    await agent.run_shell("until test -e /tmp/spying; do sleep 0.05; done", check=True)
+    grade = LEAKS[leak] + HOLD
     keep = ["/repo/src"]
     verified = await agent.verify(
         grade.format(answer="/secret/answer"), keep, toolkit=toolkit, env={"A": answer}

@@ -177,6 +177,7 @@ async def restart(service: Service) -> None:
 
 
 async def test_what_is_there_is_believed_after_a_restart(service: Service) -> None:
+    await service.blobd.configure(Settings(fetch_max=128 << 10))  # whatever the pace of the disk
     blob = await service.blob(8)
     await service.read(blob, 0, 4)
     await restart(service)
@@ -237,6 +238,7 @@ async def test_a_damaged_map_is_not_believed(service: Service, damage: str) -> N
 
 
 async def test_a_chunk_the_map_claims_but_the_file_lacks_is_fetched(service: Service) -> None:
+    await service.blobd.configure(Settings(fetch_max=128 << 10))  # whatever the pace of the disk
     blob = await service.blob(8)
     await service.read(blob, 0, 4)
     await service.close()

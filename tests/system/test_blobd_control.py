@@ -275,6 +275,7 @@ async def test_a_demand_does_not_wait_behind_prefetches(service: Service) -> Non
 
 
 async def test_a_read_joins_a_prefetch_and_outlives_its_failure(service: Service) -> None:
+    await service.blobd.configure(Settings(attempt_ms=60_000))  # no second one by the clock
     with lab.HttpStore(service.store, latency_s=0.2) as store:
         blob = lab.random_blob(service.store, service.cache, 4)
         await service.blobd.add(blob.id, store.source(blob))

@@ -57,6 +57,7 @@ async def test_a_chunk_is_fetched_once(service: Service) -> None:
 
 
 async def test_concurrent_readers_of_one_chunk_cause_one_fetch(service: Service) -> None:
+    await service.blobd.configure(Settings(attempt_ms=60_000))  # no second one by the clock
     with lab.HttpStore(service.store, latency_s=0.2) as store:
         blob = lab.random_blob(service.store, service.cache, 8)
         await service.blobd.add(blob.id, store.source(blob))
@@ -67,7 +68,7 @@ async def test_concurrent_readers_of_one_chunk_cause_one_fetch(service: Service)
 
 async def test_a_request_covers_128_kib_and_more_on_a_slow_store(service: Service) -> None:
     with lab.HttpStore(service.store) as store:
-        blob = lab.random_blob(service.store, service.cache, 160)
+        blob = lab.random_blob(service.store, service.cache, 400)
         await service.blobd.add(blob.id, store.source(blob))
         await service.read(blob, 1)
         assert store.requests[-1][1:] == (0, 2 * lab.CHUNK - 1)
@@ -77,10 +78,12 @@ async def test_a_request_covers_128_kib_and_more_on_a_slow_store(service: Servic
         for chunk in range(5, 105, 20):
             await service.read(blob, chunk)
         seen = set()
-        for chunk in (120, 136, 152):  # a busy machine may split one of them
+        for chunk in range(120, 400, 16):  # one that a busy machine slows down counts for a while
             await service.read(blob, chunk)
             _, first, last = store.requests[-1]
             seen.add((first // lab.CHUNK - chunk, (last + 1) // lab.CHUNK - chunk))
+            if (-8, 8) in seen:
+                break
         assert (-8, 8) in seen
 
 
@@ -104,6 +107,8 @@ async def test_a_read_goes_on_while_the_rest_of_its_request_comes(service: Servi
 async def test_requests_one_after_the_other_use_one_connection(service: Service) -> None:
     if service.kind == "twin":
         pytest.skip("the twin has a connection per thread")
+    # each comes whole before its read ends, and none is given up, whatever the pace of the store
+    await service.blobd.configure(Settings(fetch_max=128 << 10, attempt_ms=60_000))
     with lab.HttpStore(service.store) as store:
         blob = lab.random_blob(service.store, service.cache, 100)
         await service.blobd.add(blob.id, store.source(blob))
@@ -152,10 +157,11 @@ async def test_a_corrupt_byte_is_an_error_until_the_store_is_healed(service: Ser
 async def test_a_neighbour_that_is_corrupt_does_no_harm(service: Service) -> None:
     blob = await service.blob(8)
     blob.spoil(1)
-    start = time.monotonic()
     assert await service.read(blob, 0) == service.expect(blob, 0)
-    assert time.monotonic() - start < 1
-    assert (await service.blobd.stats())["read_errors"] == 0
+    stats = await service.blobd.stats()
+    assert stats["damaged_chunks"] == 1
+    assert stats["fetch_faults"] == 0  # nobody wants it: it is not tried again
+    assert stats["read_errors"] == 0
 
 
 async def test_padding_is_zeros_whatever_the_store_says(service: Service) -> None:
@@ -180,18 +186,20 @@ async def test_a_truncated_object_is_an_error(service: Service) -> None:
 
 
 async def test_a_missing_object_is_an_error_soon(service: Service) -> None:
+    await service.blobd.configure(Settings(demand_ms=60_000))
     blob = await service.blob(2)
     blob.source.unlink()
-    start = time.monotonic()
     assert await service.error(blob) == "EIO"
-    assert time.monotonic() - start < 2
+    stats = await service.blobd.stats()
+    assert stats["deadline_errors"] == 0
+    assert 0 < stats["fetch_faults"] <= 3  # tries
     blob.heal()
     assert await service.read(blob) == service.expect(blob)
 
 
 @pytest.mark.parametrize("fault", ["stall", "truncate", "short", "status", "refused", "forbidden"])
 async def test_http_faults_give_errors_in_bounded_time(service: Service, fault: str) -> None:
-    await service.blobd.configure(Settings(demand_ms=1000, attempt_ms=400))
+    await service.blobd.configure(Settings(demand_ms=400, attempt_ms=150))
     with lab.HttpStore(service.store) as store:
         blob = lab.random_blob(service.store, service.cache, 4)
         await service.blobd.add(blob.id, store.source(blob))
@@ -208,6 +216,7 @@ async def test_http_faults_give_errors_in_bounded_time(service: Service, fault: 
         assert time.monotonic() - start < 2.5
         store.stall.clear()
         store.status, store.truncate, store.short = 0, False, False
+        await service.blobd.configure(Settings())  # what is healed may take its time
         await service.blobd.add(blob.id, store.source(blob))
         assert await service.read(blob, 2) == service.expect(blob, 2)
 
@@ -275,9 +284,9 @@ async def test_a_reader_blocked_on_a_stalled_store_can_be_killed(
             await asyncio.sleep(0.1)
             assert reader.poll() is None
             reader.kill()
-            start = time.monotonic()
             await in_thread(lambda: reader.wait(5))
-            assert time.monotonic() - start < 0.5
+            # the store says nothing yet, and the read had not waited its 60 s
+            assert (await service.blobd.stats())["deadline_errors"] == 0
             store.stall.clear()
             assert await in_thread((mount / "file").read_bytes) == files["file"]
 
@@ -290,7 +299,6 @@ async def test_a_mount_with_a_stalled_read_ends_when_the_blob_is_removed(service
         image, blob = lab.build_image(service.root / "image", service.store, service.cache, files)
         await service.blobd.add(blob.id, store.source(blob))
         store.stall.set()
-        start = time.monotonic()
         with lab.mounted(image, service.path(blob), service.root / "mnt") as mount:
             reader = await in_thread(
                 lambda: subprocess.Popen([sys.executable, "-c", _READER, str(mount / "file")])
@@ -298,9 +306,9 @@ async def test_a_mount_with_a_stalled_read_ends_when_the_blob_is_removed(service
             await until(lambda: store.requests)
             reader.kill()
             await in_thread(reader.wait)
-            start = time.monotonic()
             await service.blobd.remove(blob.id)
-        assert time.monotonic() - start < 1
+        # it was the removal: the store says nothing yet, and no read had waited its 60 s
+        assert (await service.blobd.stats())["deadline_errors"] == 0
         store.stall.clear()
 
 
@@ -315,6 +323,9 @@ async def test_a_blob_comes_back_while_a_fetch_of_it_is_under_way(service: Servi
             await service.blobd.add(blob.id, store.source(blob))
             assert await reader in ("", "ESTALE", "ENOENT", "EIO")
             assert await service.read(blob, chunk) == service.expect(blob, chunk)
-        stats = await service.blobd.stats()
-        state = await service.blobd.stat(blob.id)
-        assert abs(stats["used_bytes"] - state.bytes) <= 64 << 10  # counted once
+
+        async def counted_once() -> bool:
+            stats, state = await service.blobd.stats(), await service.blobd.stat(blob.id)
+            return abs(stats["used_bytes"] - state.bytes) <= 64 << 10
+
+        await until(counted_once)  # when what came along with the last read is there

@@ -28,9 +28,9 @@ async def service(request: pytest.FixtureRequest, test_name: str) -> AsyncIterat
         yield service
 
 
-async def worker(service: Service) -> int:
-    """Return the pid of the process that serves now, when the client has found it again."""
-    await asyncio.sleep(0.02)  # it has noticed by then that the last one is gone
+async def worker(service: Service, killed: int = 0) -> int:
+    """Return the pid of the process that serves now, the client's again; not that of `killed`."""
+    await until(lambda: service.blobd.hello.pid != killed)
     await service.blobd.stats()
     return service.blobd.hello.pid
 
@@ -86,15 +86,17 @@ async def test_killed_under_load_readers_get_right_bytes(
     with lab.HttpStore(service.store, latency_s=0.005) as store:
         path, blob, digests = await image(service, store)
         with lab.mounted(path, service.path(blob), service.root / "mnt") as mount:
-            readers = Readers(mount, digests)
+            readers, pid = Readers(mount, digests), 0
             for _ in range(4):
                 await asyncio.sleep(0.15)
                 await in_thread(lambda: lab.drop_cache(mount))
-                pid, keeper = await worker(service), service.blobd.hello.keeper
+                pid, keeper = await worker(service, pid), service.blobd.hello.keeper
                 if victim == "both":
                     kill(keeper)
                 kill(pid)
             await asyncio.sleep(0.3)
+            await worker(service, pid)
+            await until(lambda: readers.good > 8)
             await readers.finish()
             assert readers.wrong == 0
             assert readers.failed == 0  # requests that the dead one had taken were sent again
@@ -110,11 +112,11 @@ async def test_killed_under_load_readers_get_right_bytes(
 async def test_it_serves_again_within_100_ms(service: Service) -> None:
     service.require("take_over")
     blob = await service.blob(64)
-    delays = []
+    delays, pid = [], 0
     for chunk in range(0, 20, 4):
         await service.read(blob, chunk)
         both = chunk >= 8
-        pid, keeper = await worker(service), service.blobd.hello.keeper
+        pid, keeper = await worker(service, pid), service.blobd.hello.keeper
         start = time.monotonic()
         if both:
             kill(keeper)
@@ -175,7 +177,7 @@ async def test_the_next_dsecd_adopts_it(service: Service) -> None:
     assert process is not None
     await in_thread(process.wait)
     assert await service.read(blob, 5) == service.expect(blob, 5)
-    assert await worker(service) != pid
+    assert await worker(service, pid) != pid
 
 
 async def test_a_start_beside_a_running_one_adopts_it(service: Service) -> None:

@@ -21,10 +21,13 @@ from tests.system import tree_view
 from tests.system.daemon import IMAGE, Daemon, until
 from tests.system.spawner_lab import compile_c
 from tests.system.tree_view import Tree, difference, sandbox_view, without_times
-from tests.system.user_view import first_process
+from tests.system.user_view import first_process, shell
 
 pytestmark = pytest.mark.root
 KINDS = ["memory", "disk"]
+# shell text: all writers are at work; and another line was appended
+BEGUN = "until [ -s mapped ] && [ -s whole ] && [ -e right ]; do sleep 0.01; done"
+GOES_ON = "n=$(wc -c < appended); until [ $(wc -c < appended) -gt $n ]; do sleep 0.01; done"
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +202,10 @@ async def test_no_file_of_a_writer_is_torn_by_a_checkpoint(
     """Nobody stops the writers but the checkpoint: what it saves is one instant for all of them."""
     box = await start(client, churn, upper)
     await box.commands.run(["/churn", "write"], cwd="/app", background=True)
+    await shell(box, f"cd /app; {BEGUN}")
     points = []
     for _ in range(8):
+        await shell(box, f"cd /app; {GOES_ON}")
         await asyncio.sleep(dice.uniform(0.005, 0.1))
         points.append(await box.checkpoint())
     assert {point.method for point in points} == {"copy"}
@@ -241,6 +246,8 @@ async def test_a_layer_packed_amid_writers_is_the_moment_it_was_packed(
         name = f"snapshot/moment:{number}"
         await box.pack_diff(name, clean=False)  # lets them go on
         await writers.kill()
+        # all of them: what still ends would make the next checkpoint a copy
+        await until(lambda: host.pids_of(box.id) == [first_process(host, box.id)])
         args = DSecContainerRunArgs(container_image=name)
         async with await client.run_container(args) as again:
             wrong = difference(await seen(host, again), tree)

@@ -143,11 +143,15 @@ async def test_logs_and_metrics_name_what_happened() -> None:
         with pytest.raises(NotFound, match="base/none"):
             await client.create("k2", "base/none")
         await client.stop(info.id)
-        await asyncio.sleep(0.2)  # lines below a warning are written together, a little later
-        records = [json.loads(line) for line in d.log().splitlines()]
-        mine = [r["message"] for r in records if r.get("sandbox") == info.id]
-        assert mine[0] == "created"
-        assert mine[-1] == "stopped"
+
+        def mine() -> list[str]:
+            whole, _, _ = d.log().rpartition("\n")
+            records = [json.loads(line) for line in whole.splitlines()]
+            return [r["message"] for r in records if r.get("sandbox") == info.id]
+
+        # lines below a warning are written together, a little later
+        await until(lambda: mine()[-1:] == ["stopped"])
+        assert mine()[0] == "created"
         reader, writer = await asyncio.open_unix_connection(str(d.runtime / "metrics.sock"))
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         text = (await reader.read()).decode()

@@ -112,6 +112,7 @@ async def test_packing_while_processes_write_takes_one_moment(client: DSecClient
     async with await client.run_container(BASE) as box:
         loop = "i=0; while :; do i=$((i+1)); echo $i > /root/a; echo $i > /root/b; done"
         await box.commands.run(["sh", "-c", loop], background=True)
+        await shell(box, "until [ -s /root/b ]; do sleep 0.01; done")  # from then on both are there
         for n in range(5):
             await asyncio.sleep(0.05)
             await box.pack_diff(f"snapshot/moving:{n}")
@@ -134,14 +135,16 @@ async def test_a_taken_name_is_refused_before_the_freeze(client: DSecClient) -> 
 
 async def test_a_layer_removed_meanwhile_does_not_break_its_sandboxes(client: DSecClient) -> None:
     """Names go at once, bytes when nobody uses them: creation and removal may cross."""
+    first = asyncio.Event()
 
     async def create() -> None:
         async with await client.run_container(BASE) as box:
+            first.set()
             await asyncio.sleep(0.1)
             assert (await box.run("ls", "/bin")).ok
 
     creates = [asyncio.create_task(create()) for _ in range(10)]
-    await asyncio.sleep(0.03)
+    await asyncio.wait_for(first.wait(), 30)  # the others are at any of their steps
     await client.layers.remove(IMAGE)
     for _ in range(3):
         await client.layers.collect(grace_s=0, wait_s=0)

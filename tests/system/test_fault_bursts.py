@@ -38,19 +38,25 @@ async def test_two_callers_are_never_given_one_sandbox() -> None:
 
 
 async def test_a_batch_of_128_does_not_wait_for_its_last() -> None:
-    """Each sandbox is usable as soon as it is there, while others are being made."""
+    """Each sandbox is usable as soon as it is there, while others are being made.
+
+    A client that stands still may find all made when it looks first: another batch will tell then.
+    """
     async with daemon() as d, DSecClient(f"unix:{d.socket}") as client:
-        boxes, there = [], []
-        async for box in client.run_containers(ARGS, 128):
-            assert isinstance(box, Sandbox), box
-            there.append(len(d.cgroups()))
-            boxes.append(box)
-            if len(boxes) == 1:
-                assert (await box.run("echo", "first")).stdout == "first\n"
-        assert len({box.id for box in boxes}) == 128
-        assert there[0] < 128
-        await stop_all(client, boxes)
-        assert d.remains() == []
+        firsts: list[int] = []
+        while not firsts or (firsts[-1] >= 128 and len(firsts) < 10):
+            boxes, there = [], []
+            async for box in client.run_containers(ARGS, 128):
+                assert isinstance(box, Sandbox), box
+                there.append(len(d.cgroups()))
+                boxes.append(box)
+                if len(boxes) == 1:
+                    assert (await box.run("echo", "first")).stdout == "first\n"
+            assert len({box.id for box in boxes}) == 128
+            firsts.append(there[0])
+            await stop_all(client, boxes)
+            assert d.remains() == []
+        assert firsts[-1] < 128, firsts
 
 
 async def test_a_batch_left_early_leaves_nothing() -> None:

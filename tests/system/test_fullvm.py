@@ -87,8 +87,12 @@ async def check_system(box: Sandbox) -> None:
     assert (await box.files.read("/home/user/note")) == "kept"
     done = await box.run_shell("sleep 4321 & setsid sleep 4321 & sleep 4321", timeout=1)
     assert done.timed_out
-    left = await box.run_shell("grep -al 'sleep.432[1]' /proc/[0-9]*/cmdline", user="root")
-    assert left.stdout == ""
+
+    async def gone() -> bool:
+        look = "grep -al 'sleep.432[1]' /proc/[0-9]*/cmdline"
+        return (await box.run_shell(look, user="root")).stdout == ""
+
+    await until(gone, "all of its tree ends", 30)
     addresses = await said(box, "ip -brief -4 address show scope global; ip route", "root")
     assert f"{box.info.address}/" in addresses
     assert "default via" in addresses
@@ -143,7 +147,8 @@ async def check_checkpoint(box: Sandbox) -> None:
     print(f"rollback: {time.monotonic() - begun:.1f} s")
     assert await said(box, "cat /home/user/note") == "kept"
     assert await blue(box) > 50_000
-    assert abs(int(await said(box, "date +%s")) - time.time()) < 5
+    before, clock = time.time(), int(await said(box, "date +%s"))  # its answer may take long
+    assert before - 5 < clock < time.time() + 5
     await box.display.type("again\n")
 
     async def typed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -111,14 +112,17 @@ def test_timeout_kills_the_whole_tree(client: InitClient) -> None:
     marker = f"7{time.monotonic_ns()}"
     sleep = f"sleep {marker}"
     script = f"echo before; setsid {sleep} & (setsid sh -c '{sleep} & {sleep}' &) ; {sleep}"
-    started = time.monotonic()
-    result = client.run(script, timeout_s=0.3)
-    assert time.monotonic() - started < 5
-    assert result["timed_out"]
-    assert result["signal"] == 9
-    assert "exit_code" not in result
+    for timeout_s in (0.3, 1.2, 4.8):  # a busy machine may need longer to come as far as the echo
+        started = time.monotonic()
+        result = client.run(script, timeout_s=timeout_s)
+        assert time.monotonic() - started - timeout_s < 4.7
+        assert result["timed_out"]
+        assert result["signal"] == 9
+        assert "exit_code" not in result
+        wait_until(lambda: not alive(marker))
+        if result["stdout"]:
+            break
     assert result["stdout"] == b"before\n"
-    wait_until(lambda: not alive(marker))
     assert client.run("echo next")["stdout"] == b"next\n"  # the killed cgroup is not used again
 
 
@@ -294,12 +298,12 @@ def test_cancel_kills_what_the_call_runs(client: InitClient) -> None:
 
 
 def test_signal_kill_and_a_killed_agent_child(client: InitClient) -> None:
-    client.call(
-        "exec.start", cid="s", shell=b"trap 'echo got; exit 7' USR1; while :; do sleep 0.02; done"
-    )
-    time.sleep(0.2)
+    script = b"trap 'echo got; exit 7' USR1; echo set; while :; do sleep 0.02; done"
+    client.call("exec.start", cid="s", shell=script)
+    call = client.open("exec.attach", cid="s")
+    client.frame(call)  # its trap is set
     client.call("exec.signal", cid="s", signal=10)
-    result, items = client.finish(client.open("exec.attach", cid="s"))
+    result, items = client.finish(call)
     assert (result["exit_code"], items[0]["data"]) == (7, b"got\n")
     client.call("exec.start", cid="k", shell=b"sleep 100 & wait")
     client.call("exec.kill", cid="k")
@@ -349,7 +353,7 @@ def test_no_process_left_to_start_is_exhausted_not_a_crash() -> None:
             (limit / "cgroup.procs").write_text(str(init.pid()))
             (limit / "pids.max").write_text("4")
             init.client.call("exec.start", cid="hold", shell=b"sleep 100 & sleep 100 & wait")
-            time.sleep(0.2)
+            wait_until(lambda: (limit / "pids.current").read_text() == "4\n")
             with pytest.raises(Exhausted):
                 init.client.run("true")
             with pytest.raises(Exhausted):
@@ -359,8 +363,13 @@ def test_no_process_left_to_start_is_exhausted_not_a_crash() -> None:
             assert init.client.run("echo again")["stdout"] == b"again\n"
         finally:
             init.stop()
-            wait_until(lambda: not limit.joinpath("cgroup.procs").read_text())
-            limit.rmdir()
+
+            def removed() -> bool:
+                with contextlib.suppress(OSError):  # who is about to end is in no list and in here
+                    limit.rmdir()
+                return not limit.exists()
+
+            wait_until(removed)
 
 
 def test_descriptors_run_out_and_come_back() -> None:
@@ -481,14 +490,25 @@ def test_idle_memory_is_small(init: Init, client: InitClient) -> None:
 
 
 def test_no_time_passes_for_timeouts_from_a_pause_to_the_next_request(client: InitClient) -> None:
-    """A fault of pauses: what was frozen for long had all its timeouts at once afterwards."""
-    call = client.open("exec.run", cid="paused", argv=[b"sleep", b"30"], timeout_s=0.8)
-    time.sleep(0.2)
-    client.call("sys.pause")
-    time.sleep(1.5)
-    assert [c["running"] for c in client.call("exec.list") if c["cid"] == "paused"] == [True]
-    begun = time.monotonic()
-    result, _ = client.finish(call)
-    assert result["timed_out"]
-    assert 0.2 < time.monotonic() - begun < 1.5
-    assert result["duration_s"] < 1.5
+    """A fault of pauses: what was frozen for long had all its timeouts at once afterwards.
+
+    A machine that stands still makes anything late: not five times one after the other.
+    """
+    for cid in ("paused-1", "paused-2", "paused-3", "paused-4", "paused-5"):
+        opened = time.monotonic()
+        call = client.open("exec.run", cid=cid, argv=[b"sleep", b"30"], timeout_s=0.8)
+        time.sleep(0.2)
+        client.call("sys.pause")
+        paused = time.monotonic()
+        time.sleep(1.5)
+        asked = time.monotonic()
+        shown = [c["running"] for c in client.call("exec.list") if c["cid"] == cid]
+        result, _ = client.finish(call)
+        ended = time.monotonic()
+        assert result["timed_out"]
+        if paused - opened < 0.8:  # else its time was over before the pause
+            assert shown == [True]
+            assert ended - opened > 0.79 + (asked - paused)
+            if ended - asked < 1.5 and result["duration_s"] < 1.5:
+                return
+    pytest.fail("it had more time than it was given")

@@ -6,7 +6,6 @@ import io
 import os
 import socket
 import tarfile
-import time
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from libdsec.errors import (
     Unavailable,
     WrongState,
 )  # fmt: skip
-from tests.system.init_harness import Init, InitClient, client, here, init
+from tests.system.init_harness import Init, InitClient, client, here, init, wait_until
 
 __all__ = ["client", "here", "init"]
 
@@ -42,6 +41,10 @@ def read(client: InitClient, path: bytes, **args: object) -> bytes:
     data = b"".join(items) + result.get("data", b"")
     assert len(data) == result["size"]
     return data
+
+
+def listed(client: InitClient, directory: bytes) -> list[bytes]:
+    return [entry["name"] for entry in client.call("files.list", path=directory)]
 
 
 # --- content ----------------------------------------------------------------------------------
@@ -80,17 +83,17 @@ def test_write_is_atomic_and_keeps_mode_and_owner(client: InitClient, here: byte
     client.call("files.chown", path=path, owner="12:34")
     call = client.open("files.write", path=path)
     client.send(wire.Item(call, wire.pack(b"half")))
-    time.sleep(0.1)
+    wait_until(lambda: len(listed(client, here)) == 2)  # it has begun: its temporary file
     assert read(client, path) == b"old"
     client.send(wire.Cancel(call))
     with pytest.raises(DSecError):
         client.finish(call)
-    time.sleep(0.1)
+    wait_until(lambda: listed(client, here) == [b"f"])  # its process ends after the answer
     assert read(client, path) == b"old"
     client.call("files.write", path=path, data=b"new")
     stat = client.call("files.stat", path=path)
     assert (stat["mode"], stat["uid"], stat["gid"]) == (0o751, 12, 34)
-    assert [e["name"] for e in client.call("files.list", path=here)] == [b"f"]  # nothing temporary
+    assert listed(client, here) == [b"f"]  # nothing temporary
 
 
 def test_a_write_whose_client_vanishes_leaves_nothing(
@@ -99,10 +102,9 @@ def test_a_write_whose_client_vanishes_leaves_nothing(
     gone = InitClient(init.path)
     call = gone.open("files.write", path=here + b"/never")
     gone.send(wire.Item(call, wire.pack(b"half")))
-    time.sleep(0.1)
+    wait_until(lambda: listed(client, here))  # it has begun: its temporary file
     gone.close()
-    time.sleep(0.2)
-    assert client.call("files.list", path=here) == []
+    wait_until(lambda: listed(client, here) == [])
 
 
 def test_append_and_parents_and_links(client: InitClient, here: bytes) -> None:

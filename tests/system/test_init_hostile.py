@@ -112,9 +112,7 @@ def peak_kib(init: Init) -> int:
 
 def test_what_waited_for_a_watch_has_its_timeout_looked_at(client: InitClient) -> None:
     client.open("files.watch", path=b"/")
-    start = time.monotonic()
-    assert client.run("sleep 9", timeout_s=0.2).get("timed_out")
-    assert time.monotonic() - start < 3
+    assert client.run("sleep 1000", timeout_s=0.2).get("timed_out")  # else nothing wakes init
 
 
 def test_a_watch_cancelled_behind_itself_is_not_mixed_up_with_the_next(client: InitClient) -> None:
@@ -142,7 +140,8 @@ def test_pipes_of_forgotten_commands_cannot_use_up_descriptors() -> None:
         for _ in range(20):
             client.run("true")  # more than are remembered: the one before is forgotten
         assert client.run("sleep 0.2; kill -0 $(cat newest)")["exit_code"] == 0
-        assert client.run("kill -0 $(cat oldest)")["exit_code"] != 0
+        # by the signal, when it next writes
+        wait_until(lambda: client.run("kill -0 $(cat oldest)")["exit_code"] != 0)
         assert len(list(Path(f"/proc/{init.pid()}/fd").iterdir())) < 2048 + 100
 
 

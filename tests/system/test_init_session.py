@@ -94,13 +94,20 @@ def test_commands_of_a_session_run_in_order(init: Init, session: str) -> None:
     assert outputs[0] == b"0\n"
 
 
-def test_timeout_spares_the_shell_when_it_comes_back(init: Init, session: str) -> None:
-    init.client.run("kept=1", session=session)
-    started = time.monotonic()
-    result = init.client.run("echo before; sleep 50", session=session, timeout_s=0.2)
-    assert time.monotonic() - started < 3
-    assert result["timed_out"]
-    assert result["signal"] == 9
+def test_timeout_spares_the_shell_when_it_comes_back(
+    init: Init, session: str, request: pytest.FixtureRequest
+) -> None:
+    """It comes back in 0.2 s, or is ended: one that stands still for longer has another try."""
+    shell = request.node.callspec.params["session"]
+    for _ in range(20):
+        init.client.run("kept=1", session=session)
+        result = init.client.run("echo before; sleep 1000", session=session, timeout_s=0.2)
+        assert result["timed_out"]
+        assert result["signal"] == 9
+        if result.get("session_ended"):
+            init.client.call("session.open", name=session, shell=shell)
+        elif result["stdout"]:
+            break
     assert result["stdout"] == b"before\n"
     assert not result.get("session_ended")
     assert init.client.run("echo $kept", session=session)["stdout"] == b"1\n"
@@ -113,12 +120,12 @@ def test_timeout_ends_a_shell_that_does_not_come_back(init: Init, session: str) 
 
 
 def test_cancel_of_a_queued_command_leaves_the_running_one(init: Init, session: str) -> None:
-    first = init.client.open(
-        "exec.run", cid=f"{session}a", session=session, shell=b"sleep 0.4; echo ran"
-    )
+    script = f"until [ -e {session}.go ]; do sleep 0.05; done; echo ran"
+    first = init.client.open("exec.run", cid=f"{session}a", session=session, shell=script.encode())
     second = init.client.open("exec.run", cid=f"{session}b", session=session, shell=b"echo never")
     init.client.send(wire.Cancel(second))
     assert init.client.finish(second)[0]["signal"] == 9
+    init.client.call("files.write", path=f"{session}.go".encode(), data=b"")
     assert init.client.finish(first)[0]["stdout"] == b"ran\n"
 
 
@@ -161,10 +168,11 @@ def test_exec_in_a_session_ends_it(init: Init, session: str) -> None:
 
 
 def test_queue_of_an_ended_session_fails(init: Init, session: str) -> None:
-    first = init.client.open(
-        "exec.run", cid=f"{session}x", session=session, shell=b"sleep 0.2; exit 1"
-    )
+    script = f"until [ -e {session}.go ]; do sleep 0.05; done; exit 1"
+    first = init.client.open("exec.run", cid=f"{session}x", session=session, shell=script.encode())
     second = init.client.open("exec.run", cid=f"{session}y", session=session, shell=b"echo never")
+    # read after both, so the second waits already
+    init.client.call("files.write", path=f"{session}.go".encode(), data=b"")
     assert init.client.finish(first)[0]["session_ended"]
     with pytest.raises(WrongState):
         init.client.finish(second)

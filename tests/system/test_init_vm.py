@@ -316,12 +316,17 @@ async def test_a_reader_that_stops_holds_up_nobody(client: WireClient) -> None:
 async def test_a_timeout_kills_the_tree(client: WireClient) -> None:
     done = await shell(client, "sleep 1000 & sleep 1000", timeout_s=1.0)
     assert done.timed_out
-    left = await shell(client, "pgrep -f 'sleep 1000' || echo none")
-    assert left.stdout == b"none\n"
+    gone = "while grep -aqs 'sleep.100[0]' /proc/[0-9]*/cmdline; do sleep 0.1; done; echo none"
+    assert (await shell(client, gone, timeout_s=20.0)).stdout == b"none\n"
 
 
 async def test_no_more_processes_than_were_allowed(client: WireClient) -> None:
-    done = await shell(client, "for i in $(seq 150); do sleep 2 & done; wait", timeout_s=60.0)
+    # ended by the image's shell, whose first fork that fails is its last command
+    text = (
+        'sh -c \'trap "kill \\$pids; wait" EXIT;'
+        ' for i in $(seq 150); do sleep 1000 & pids="$pids $!"; done\''
+    )
+    done = await shell(client, text, timeout_s=60.0)
     assert b"Resource temporarily unavailable" in done.stderr
     assert (await shell(client, "echo after")).stdout == b"after\n"
 
@@ -377,6 +382,7 @@ async def test_a_copied_machine_becomes_one_of_its_own(begun: Guest, client: Wir
 async def test_a_command_outlives_the_connection(begun: Guest) -> None:
     first = await begun.connect()
     first.open("exec.run", command("for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done", cid="long"))
+    await first.call("sys.ping", {})  # answered behind it: it has begun
     await asyncio.sleep(0.7)
     await leave(first)
     second = await begun.connect()

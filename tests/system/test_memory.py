@@ -91,10 +91,12 @@ async def test_a_full_disk_is_no_oom_and_the_host_is_spared() -> None:
 def _held_open(spool: Path) -> int:
     """Return the bytes on disk of the files without a name that processes hold open in `spool`."""
     used = 0
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if str(link.readlink()).startswith(f"{spool}/"):
-                used += link.stat().st_blocks * 512
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(link.readlink()).startswith(f"{spool}/"):
+                        used += link.stat().st_blocks * 512
     return used
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -93,17 +94,22 @@ async def test_its_limits_are_those_of_the_machine(guest: Guest) -> None:
 
 async def test_its_class_is_that_of_every_thread_of_the_monitor(guest: Guest) -> None:
     monitor = monitor_of(guest.host, guest.box.id)
-    threads = [int(entry.name) for entry in Path(f"/proc/{monitor}/task").iterdir()]
-    assert len(threads) > VCPUS
+    threads = Path(f"/proc/{monitor}/task")
+    assert len(list(threads.iterdir())) > VCPUS
     for cpu_class, idle in (("best_effort", "1"), ("standard", "0")):
         await guest.box.set_cpu_class(cpu_class)  # type: ignore[arg-type]
         # the command's group is below that of the sandbox, where cgroup v2 has the controller
-        groups = {group for each in threads for group in (cpu_group(each), cpu_group(each).parent)}
+        groups = set()
+        for thread in threads.iterdir():
+            with contextlib.suppress(OSError):  # QEMU ends those of its disks that have no work
+                group = cpu_group(int(thread.name))
+                groups |= {group, group.parent}
         assert idle in {(group / "cpu.idle").read_text().strip() for group in groups}
 
 
 async def test_its_clock_is_the_hosts(box: Sandbox) -> None:
-    assert abs(int(await said(box, "date +%s")) - time.time()) < 3
+    before = time.time()
+    assert before - 3 < int(await said(box, "date +%s")) < time.time() + 3
 
 
 async def test_root_inside_does_not_reach_the_agents_port(box: Sandbox) -> None:
@@ -134,8 +140,7 @@ async def test_a_timeout_ends_all_that_the_command_started(box: Sandbox) -> None
     done = await box.run_shell("sleep 4321 & setsid sleep 4321 & sleep 4321", timeout=0.5)
     assert (done.timed_out, done.exit_code) == (True, None)
     assert 0.4 < done.duration_s < 10
-    left = await box.run_shell("grep -al 'sleep.432[1]' /proc/[0-9]*/cmdline", user="root")
-    assert (left.exit_code, left.stdout) == (1, "")
+    await said(box, "while grep -aqs 'sleep.432[1]' /proc/[0-9]*/cmdline; do sleep 0.1; done")
 
 
 async def test_output_beyond_the_limit_is_counted_not_kept(box: Sandbox) -> None:

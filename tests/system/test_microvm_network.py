@@ -33,13 +33,14 @@ ONLY_GOOD: dict[str, Any] = {
     "network": {"rules": [{"allow": "good.example", "private": True, "ports": [80]}]}
 }
 BY_NUMBER: dict[str, Any] = {"network": {"rules": [{"allow": OTHER, "ports": [80]}]}}
+DROPPED_S, ANSWERED_S = 2.0, 20.0  # waited for an answer that must not come, and that must
 CONNECT = """
 import json, socket, sys
 out = {}
-for word in sys.argv[1:]:
+for word, patience_s in zip(sys.argv[1::2], sys.argv[2::2]):
     host, _, port = word.rpartition("/")
     try:
-        with socket.create_connection((host, int(port)), timeout=2) as c:
+        with socket.create_connection((host, int(port)), timeout=float(patience_s)) as c:
             out[word] = c.makefile().readline().strip()
     except socket.gaierror as error:
         out[word] = "no name"
@@ -103,11 +104,14 @@ async def make(client: DSecClient, policy: dict[str, Any] | None, **more: Any) -
     return await client.run_microvm(args, timeout=120)
 
 
-async def reached(sandbox: Sandbox, *places: str) -> dict[str, str]:
-    """Return what came of a TCP connection to each ``HOST/PORT``."""
-    result = await sandbox.commands.run(["python3", "-c", CONNECT, *places])
+async def connect(sandbox: Sandbox, expected: dict[str, str]) -> None:
+    """Have a TCP connection to each ``HOST/PORT`` come to what is expected."""
+    words = []
+    for place, answer in expected.items():
+        words += [place, str(DROPPED_S if answer == "dropped" else ANSWERED_S)]
+    result = await sandbox.commands.run(["python3", "-c", CONNECT, *words])
     assert result.exit_code == 0, result.stderr
-    return dict(json.loads(result.stdout))
+    assert json.loads(result.stdout) == expected
 
 
 async def send_raw(sandbox: Sandbox, *packets: str) -> None:
@@ -118,12 +122,12 @@ async def send_raw(sandbox: Sandbox, *packets: str) -> None:
     assert result.exit_code == 0, result.stderr
 
 
-def texts(sock: socket.socket) -> set[bytes]:
-    """Return what arrived."""
-    sock.settimeout(0.5)
-    found = set()
+def texts(sock: socket.socket, last: bytes = b"") -> set[bytes]:
+    """Return what arrived until it is quiet; `last` is waited for, if it is given."""
+    found = set[bytes]()
     with contextlib.suppress(TimeoutError):
         while True:
+            sock.settimeout(ANSWERED_S if last and last not in found else 0.5)
             found.add(sock.recv(2048))
     return found
 
@@ -137,15 +141,12 @@ async def test_rules_hold_for_whatever_a_guest_sends(
         names = await sandbox.files.read("/etc/resolv.conf")
         assert names.startswith(f"nameserver {network_veth.RESOLVER}\n")
         # before its name was asked for, an address is no more than any other
-        found = await reached(sandbox, f"{GOOD}/80", f"{OTHER}/80", f"{OTHER6}/80")
-        assert set(found.values()) == {"dropped"}
-        found = await reached(
-            sandbox, "good.example/80", f"{GOOD6}/80", "good.example/81", "bad.example/80"
-        )
-        assert found == {
+        early = (f"{GOOD}/80", f"{OTHER}/80", f"{OTHER6}/80")
+        await connect(sandbox, dict.fromkeys(early, "dropped"))
+        await connect(sandbox, {
             "good.example/80": GOOD, f"{GOOD6}/80": GOOD6, "good.example/81": "dropped",
             "bad.example/80": "no name",
-        }  # fmt: skip
+        })  # fmt: skip
         assert "bad.example" not in internet.asked
 
         await send_raw(sandbox, f",{GOOD},80,denied protocol", f",{OTHER},80,denied address")
@@ -155,14 +156,13 @@ async def test_rules_hold_for_whatever_a_guest_sends(
 
         # another policy, while the guest runs
         await sandbox.update_network(policy=BY_NUMBER)
-        found = await reached(sandbox, f"{GOOD}/80", f"{OTHER}/80", "good.example/80")
-        assert found == {
+        await connect(sandbox, {
             f"{GOOD}/80": "dropped", f"{OTHER}/80": OTHER, "good.example/80": "no name",
-        }  # fmt: skip
+        })  # fmt: skip
         rules = {"network": {"rules": [{"allow": OTHER, "protocol": "udp", "ports": [80]}]}}
         await sandbox.update_network(policy=rules)
-        await send_raw(sandbox, f",{OTHER},80,own", f"203.0.113.7,{OTHER},80,foreign")
-        assert texts(heard) == {b"own"}
+        await send_raw(sandbox, f"203.0.113.7,{OTHER},80,foreign", f",{OTHER},80,own")
+        assert texts(heard, b"own") == {b"own"}
         assert (await sandbox.get_info()).address == info.address
         with pytest.raises(Unsupported, match="check_names"):
             await sandbox.update_network(policy={"network": {"check_names": True, "rules": []}})
@@ -173,13 +173,9 @@ async def test_rules_hold_for_whatever_a_guest_sends(
         await host.start()
     async with DSecClient(f"unix:{host.socket}") as client:
         (sandbox,) = [await client.get_sandbox(info.id)]
-        assert await reached(sandbox, f"{OTHER}/80", f"{GOOD}/80") == {
-            f"{OTHER}/80": OTHER, f"{GOOD}/80": "dropped",
-        }  # fmt: skip
+        await connect(sandbox, {f"{OTHER}/80": OTHER, f"{GOOD}/80": "dropped"})
         await sandbox.update_network(policy=ONLY_GOOD)
-        assert await reached(sandbox, "good.example/80", f"{OTHER}/80") == {
-            "good.example/80": GOOD, f"{OTHER}/80": "dropped",
-        }  # fmt: skip
+        await connect(sandbox, {"good.example/80": GOOD, f"{OTHER}/80": "dropped"})
         await sandbox.stop()
     links = in_namespace(internet.host, socket.if_nameindex)
     assert {name for _, name in links} == {"lo", "up0"}
@@ -190,14 +186,12 @@ async def test_a_guest_without_rules_reaches_what_the_host_does(
 ) -> None:
     async with DSecClient(f"unix:{host.socket}") as client:
         sandbox = await make(client, None, network="nat")
-        found = await reached(sandbox, f"{GOOD}/80", f"{GOOD6}/80", "bad.example/80")
-        assert found == {f"{GOOD}/80": GOOD, f"{GOOD6}/80": GOOD6, "bad.example/80": OTHER}
-        await send_raw(sandbox, f",{OTHER},80,own", f"203.0.113.7,{OTHER},80,foreign")
-        assert texts(heard) == {b"own"}
+        await connect(sandbox, {f"{GOOD}/80": GOOD, f"{GOOD6}/80": GOOD6, "bad.example/80": OTHER})
+        await send_raw(sandbox, f"203.0.113.7,{OTHER},80,foreign", f",{OTHER},80,own")
+        assert texts(heard, b"own") == {b"own"}
 
         await sandbox.update_network(policy=ONLY_GOOD)
-        found = await reached(sandbox, "good.example/80", f"{OTHER}/80", "bad.example/80")
-        assert found == {
+        await connect(sandbox, {
             "good.example/80": GOOD, f"{OTHER}/80": "dropped", "bad.example/80": "no name",
-        }  # fmt: skip
+        })  # fmt: skip
         await sandbox.stop()

@@ -96,10 +96,9 @@ async def test_a_rollback_brings_back_files_disks_and_processes(host: Daemon, bo
     assert 0 < point.frozen_ms < point.took_ms
     await counts(box)
     await said(box, "echo after > /etc/mine; echo after | dd of=/dev/vdb; touch /etc/new")
-    await said(box, "hostname other; kill -9 $(cat /dev/shm/pid)")
-    at = await count(box)
+    await said(box, "hostname other; kill -9 $(cat /dev/shm/pid); echo 1000000 > /dev/shm/count")
     following = asyncio.ensure_future(box.run("sleep", "1000"))
-    await asyncio.sleep(0.5)
+    await said(box, "until grep -aqs 'sleep.100[0]' /proc/[0-9]*/cmdline; do sleep 0.1; done")
     back = await box.rollback(point)
     assert back.id == point.id
     with pytest.raises(DSecError):  # what was open then is not what is there now
@@ -108,9 +107,10 @@ async def test_a_rollback_brings_back_files_disks_and_processes(host: Daemon, bo
         "before\nbefore1"
     )
     assert await said(box, "hostname") != "other"
-    assert await count(box) <= at + 5
+    assert await count(box) < 1_000_000  # it goes on from where it was
     await counts(box)
-    assert abs(int(await said(box, "date +%s")) - time.time()) < 5
+    before = time.time()
+    assert before - 5 < int(await said(box, "date +%s")) < time.time() + 5
     assert [found.id for found in await box.checkpoints()] == [point.id]
     await box.delete_checkpoint(point)
     assert saved(host) == []
@@ -171,13 +171,13 @@ async def test_a_pause_frees_the_memory_and_the_next_call_finds_all_as_it_was(
     assert await said(box, "cat /dev/shm/mine") == "kept"
     assert (await open_call).stdout == "done\n"
     await counts(box)
-    assert saved(host) == []
+    await until(lambda: saved(host) == [])  # calls are answered before it is removed
 
     await box.pause()
     await host.restart()
     assert (await box.get_info()).state == "paused"
     await counts(box)
-    assert saved(host) == []
+    await until(lambda: saved(host) == [])
     await box.pause()
     await box.stop()
     await until(lambda: host.remains() == [])
@@ -239,7 +239,8 @@ async def test_kill_9_at_any_step_loses_nothing(host: Daemon, client: DSecClient
     await box.pause()
     await killed_when(host, another, box.resume())
     await counts(box)
-    assert len(saved(host)) == len(await box.checkpoints())
+    kept = len(await box.checkpoints())
+    await until(lambda: len(saved(host)) == kept)
 
     before = len(await client.list_sandboxes())
     await killed_when(host, lambda: len(host.cgroups()) > before, box.branch(2, point))

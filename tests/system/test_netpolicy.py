@@ -202,13 +202,16 @@ def test_raw_and_foreign_sockets_are_refused(box: Lab) -> None:
 
 def test_a_name_opens_its_ports_until_it_expires_and_not_what_is_denied(box: Lab) -> None:
     box.policies.bind(box.cgroup, access(rule("deny", "192.0.2.1/32", 81, kind="tcp")))
-    soon = time.monotonic_ns() + 300_000_000
     assert box.policies.admit(box.cgroup, ip("192.0.2.1"), opening("a", "tcp", 80, 82))
     assert not box.policies.admit(box.cgroup, ip("192.0.2.1"), opening("b", "tcp", 81, 81))
-    assert box.policies.admit(box.cgroup, ip("2001:db8::1"), opening("a", "tcp", 80, 80, soon))
     cases = [("connect", "tcp", "192.0.2.1", port) for port in (79, 80, 81, 82, 83)]
     assert box.agent.calls(cases) == [DENIED, 0, DENIED, 0, DENIED]
-    assert box.agent.calls([("connect", "tcp", "2001:db8::1", 80)]) == [0]
+    soon = 0
+    while time.monotonic_ns() >= soon:  # until it was asked in time
+        soon = time.monotonic_ns() + 300_000_000
+        assert box.policies.admit(box.cgroup, ip("2001:db8::1"), opening("a", "tcp", 80, 80, soon))
+        found = box.agent.calls([("connect", "tcp", "2001:db8::1", 80)])
+    assert found == [0]
     time.sleep(0.31)
     assert box.agent.calls([("connect", "tcp", "2001:db8::1", 80)]) == [DENIED]
     box.policies.forget(box.cgroup, ip("192.0.2.1"), "a")
@@ -226,13 +229,15 @@ def test_an_address_stays_open_while_one_of_its_names_is(box: Lab) -> None:
 
 
 def test_denied_attempts_are_counted_and_told_at_a_limited_rate(box: Lab) -> None:
+    begun = time.monotonic()
     box.agent.calls([("connect", "tcp", "192.0.2.7", port) for port in range(1, 301)])
+    windows = 2 + int(time.monotonic() - begun)  # of a second, at most
     counters = box.policies.counters(box.cgroup)
     assert select.select([box.policies.event_fd], [], [], 0)[0]
     events = list(box.policies.events())
     assert not select.select([box.policies.event_fd], [], [], 0)[0]
     assert counters.denied_calls == 300
-    assert 64 <= len(events) <= 128  # one or two windows of a second
+    assert 64 <= len(events) <= 64 * windows
     assert counters.unreported == 300 - len(events)
     first = events[0]
     told = (first.cgroup, first.where, first.protocol, str(first.address), first.port)
@@ -321,19 +326,20 @@ def test_updates_are_atomic_for_packets_under_way(box: Lab) -> None:
     named = [(ip("2001:db8::1"), opening("a", "udp", 80, 80))]
     box.policies.bind(box.cgroup, access(kept), named)
     box.agent.prepare([("udp", "192.0.2.1", 80), ("udp", "2001:db8::1", 80)])
-    updates = 0
+    updates, sent, refused = 0, 0, 0
     try:
         with ThreadPoolExecutor(1) as threads:
-            sending = threads.submit(box.agent.send_for, 1.0)
-            while not sending.done():
-                updates += 1
-                other = rule("allow", f"10.{updates >> 8}.{updates & 255}.0/24")
-                box.policies.bind(box.cgroup, access(kept, other), named)
-            sent, refused = sending.result()
+            # more updates than wait unused: rules of old policies were removed
+            while updates <= 300 or sent <= 1000:
+                sending = threads.submit(box.agent.send_for, 1.0)
+                while not sending.done():
+                    updates += 1
+                    other = rule("allow", f"10.{updates >> 8 & 255}.{updates & 255}.0/24")
+                    box.policies.bind(box.cgroup, access(kept, other), named)
+                went, failed = sending.result()
+                sent, refused = sent + went, refused + failed
     finally:
         box.agent.drop_all()
-    assert updates > 300  # more than wait unused: rules of old policies were removed
-    assert sent > 1000
     assert refused == 0
 
 

@@ -101,8 +101,9 @@ def test_a_look_up_does_not_get_deeper_with_every_policy() -> None:
         stack.callback(instrument.close)
         for _, spot in interleave(spots, 60):
             instrument.enter(spot)
-            cost = instrument.ask("connect", places.rules.SERVER, places.rules.PORT, CONNECTS)
-            samples[spot.policies].append(cost)
+            asked = ("connect", places.rules.SERVER, places.rules.PORT, CONNECTS)
+            tries = range(costs.TRIES["connect"])
+            samples[spot.policies].append(min(instrument.ask(*asked) for _ in tries))
     extra = {count: costs.paired(samples[0], samples[count]) for count in (1, POLICIES)}
     print(f"connect, ns more than without policy: {extra}")
     assert extra[POLICIES] < 1.5 * extra[1]

@@ -11,10 +11,12 @@ import pytest
 
 from dsecd.host import netns
 from dsecd.host.network import Nat
+from tests.system.daemon import until
 from tests.system.network_lab import (
     ANY,
     INTERNET,
     METADATA,
+    PATIENCE_S,
     QUICK_S,
     UPLINK,
     Lab,
@@ -107,7 +109,7 @@ async def test_ping_reaches_the_world(lab: Lab, nat: Nat, version: int) -> None:
 
     def ping() -> bytes:
         with socket.socket(family(version), socket.SOCK_DGRAM, proto) as sock:
-            sock.settimeout(2)
+            sock.settimeout(PATIENCE_S)
             sock.sendto(bytes([request, 0, 0, 0, 0, 1, 0, 1]), (INTERNET[version], 0))
             return sock.recv(100)
 
@@ -194,7 +196,7 @@ async def test_forged_source_addresses_are_dropped(lab: Lab, nat: Nat, version: 
     _, victim = await sandbox(lab, nat, "victim")
     address = own_address(victim, version)
     command(ns.fd, "ip", f"-{version}", "address", "add", address, "dev", "eth0")
-    await asyncio.sleep(0.05)
+    await until(lambda: "tentative" not in command(ns.fd, "ip", "address"))  # else: no such address
     with (
         datagrams(lab.internet, ANY[version], 99, version) as server,
         datagrams(ns.fd, address, 0, version) as client,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import pytest_asyncio
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
 from libdsec.model import Event
 from tests.system.compat.debian import IMAGE
-from tests.system.daemon import Daemon
+from tests.system.daemon import Daemon, until
+from tests.system.user_view import first_process
 from tests.system.world_lab import World, housed, is_pinned, world
 
 pytestmark = [
@@ -41,6 +43,7 @@ for word in sys.argv[1:]:
 print(json.dumps(out))
 """
 DENIED = "Operation not permitted"
+DNS_TAKEN = "3500007F:0035 00000000:0000 0A"  # who listens at 127.0.0.53:53, in /proc/net/tcp
 
 
 @pytest.fixture
@@ -163,20 +166,26 @@ async def test_a_port_scan_shows(client: DSecClient) -> None:
         async for event in client.events(sandbox.id):
             seen.append(event)
 
+    def denied() -> list[dict[str, str]]:
+        return [event.detail for event in seen if event.kind == "denied"]
+
+    def scanned() -> set[str]:
+        of_other = (d for d in denied() if d.get("address") == OTHER)
+        return {d["port"] for d in of_other if d["protocol"] == "tcp"}
+
+    def names() -> set[str]:
+        return {d["name"] for d in denied() if d["where"] == "name"}
+
     task = asyncio.create_task(listen())
     await asyncio.sleep(0.2)
     try:
         await reached(sandbox, *(f"{OTHER}/{port}" for port in range(1, 31)), "bad.example/80")
-        for _ in range(100):
-            if len(seen) >= 31:
-                break
-            await asyncio.sleep(0.02)
+        # those of calls and those of names come by different ways, in any order
+        await until(lambda: len(scanned()) >= 30 and names())
     finally:
         task.cancel()
-    details = [event.detail for event in seen if event.kind == "denied"]
-    scanned = {d["port"] for d in details if d.get("address") == OTHER and d["protocol"] == "tcp"}
-    assert scanned == {str(port) for port in range(1, 31)}
-    assert {d["name"] for d in details if d["where"] == "name"} == {"bad.example."}
+    assert scanned() == {str(port) for port in range(1, 31)}
+    assert names() == {"bad.example."}
     assert (await sandbox.get_metrics()).denied >= 30
 
 
@@ -225,8 +234,9 @@ async def test_who_takes_the_resolver_s_place_while_it_is_away_gets_no_names(
         "s[0].listen(); print('mine', flush=True); time.sleep(99)\n"
     )
     command = await sandbox.commands.run(["python3", "-c", script], background=True)
+    inside = first_process(host, sandbox.id)
     host.kill()
-    await asyncio.sleep(0.5)
+    await until(lambda: DNS_TAKEN in Path(f"/proc/{inside}/net/tcp").read_text())
     await host.start()
     assert (await anext(aiter(command))).data == b"mine\n"
     assert (await reached(sandbox, f"{OTHER}/80"))[f"{OTHER}/80"] == DENIED

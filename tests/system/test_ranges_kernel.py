@@ -13,6 +13,7 @@ import pytest
 from dsecd import fastpath
 from dsecd.host import pressure
 from dsecd.host.ranges import INIT_USERNS_FD, RangePool
+from tests.system.daemon import until
 
 START = 0x7F000000
 
@@ -27,8 +28,7 @@ def end(pid: int) -> None:
 async def test_range_maps_its_ids_and_is_adopted_from_a_live_process() -> None:
     ranges = RangePool(START, 8, ready=2)
     ranges.start()
-    await asyncio.sleep(0.05)
-    assert ranges.ready == 2
+    await until(lambda: ranges.ready == 2)
     taken = ranges.acquire()
     namespace = os.fstat(taken.userns_fd).st_ino
     reader, writer = os.pipe()
@@ -81,8 +81,8 @@ async def test_trigger_fires_under_cpu_pressure() -> None:
     for _ in range((os.cpu_count() or 1) * 2):
         pid = os.fork()
         if pid == 0:
-            until = time.monotonic() + 20
-            while time.monotonic() < until:
+            last = time.monotonic() + 20
+            while time.monotonic() < last:
                 pass
             os._exit(0)
         hogs.append(pid)

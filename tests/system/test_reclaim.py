@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from dsecd.host import pageout, swap, vitals, zram
 from dsecd.host.pressure import memory
 from tests.system.daemon import Daemon, daemon, until
 from tests.system.memory_lab import FILES, HELD, MIB, hold, metrics, needs_zram, still_held, swapped
+from tests.wire_client import WireClient
 
 # a target that the host is above, however much is free
 ALWAYS = {"when": "always", "trim_after_s": 1.0, "period_s": 0.5, "pause_after_s": 0.0}
@@ -25,8 +28,9 @@ async def test_an_idle_sandbox_gives_its_memory_and_gets_it_back() -> None:
     async with daemon(reclaim=ZRAM | ALWAYS) as made:
         client = await made.client()
         info = await client.create("a", image="base/busybox:1")
-        await hold(client, info.id)
-        before = await metrics(client, info.id)
+        async with in_use(client, info.id):
+            await hold(client, info.id)
+            before = await metrics(client, info.id)
         assert before.memory_bytes >= HELD
         after = await swapped(client, info.id, HELD * 3 // 4)
         assert after.memory_bytes <= before.memory_bytes - HELD // 2
@@ -40,12 +44,23 @@ async def test_without_swap_anonymous_memory_stays_and_is_not_asked_for_again() 
     async with daemon(reclaim={"swap": "off"} | ALWAYS) as made:
         client = await made.client()
         info = await client.create("a", image="base/busybox:1")
-        await hold(client, info.id)
+        async with in_use(client, info.id):
+            await hold(client, info.id)
+        await until(lambda: '"trim"' in made.log())
         await asyncio.sleep(6)
         found = await metrics(client, info.id)
         assert found.memory_swapped_bytes == 0
         assert found.memory_bytes >= HELD
         assert made.log().count('"trim"') == 1
+
+
+@contextlib.asynccontextmanager
+async def in_use(client: WireClient, name: str) -> AsyncIterator[None]:
+    """An open call: of the sandbox nothing is asked meanwhile, however long it takes."""
+    call = client.open("exec.run", {"cid": "use", "argv": [b"sleep", b"1000"]}, name)
+    yield
+    await client.call("exec.kill", {"cid": "use"}, name)
+    await call.answer()
 
 
 @needs_zram

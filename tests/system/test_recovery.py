@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from libdsec import model
 from libdsec.errors import DSecError, Unavailable
 from tests.system.daemon import IMAGE, daemon, until
+from tests.system.user_view import commands_on_host, first_process
 
 pytestmark = pytest.mark.root
 
@@ -56,13 +59,15 @@ async def test_a_foreground_command_survives_the_daemon() -> None:
     async with daemon() as d:
         client = await d.client()
         info = await client.create("k", IMAGE)
-        args = model.ExecArgs(cid="fg", shell=b"sleep 1; echo through")
+        await client.run(info.id, "mkfifo", "/go")
+        args = model.ExecArgs(cid="fg", shell=b"read go < /go; echo through")
         call = client.open("exec.run", args, info.id)
-        await asyncio.sleep(0.2)
+        await until(lambda: commands_on_host(d, info.id))
         await d.restart()
         with pytest.raises(Unavailable):
             await call.answer()
         client = await d.client()
+        await client.run(info.id, "sh", "-c", "echo > /go")
         assert await output_of(client, info.id, "fg") == b"through\n"
 
 
@@ -87,14 +92,17 @@ async def test_sandboxes_that_died_meanwhile_are_failed_and_freed() -> None:
     async with daemon() as d:
         client = await d.client()
         infos = [await client.create(f"k{i}", IMAGE) for i in range(3)]
-        d.kill()
         dead = infos[1].id
+        init = os.pidfd_open(first_process(d, dead))
+        d.kill()
         for base in ("/sys/fs/cgroup/unified", "/sys/fs/cgroup"):
             with contextlib.suppress(OSError):
                 kill = f"{base}/{d.name}/{dead}/cgroup.kill"
                 with open(kill, "w") as file:  # noqa: PTH123
                     file.write("1")
                 break
+        await asyncio.to_thread(select.select, [init], [], [], 30)  # killed is not yet dead
+        os.close(init)
         await d.start()
         client = await d.client()
         found = await client.get(dead)

@@ -7,7 +7,7 @@ import gzip
 import hashlib
 import io
 import json
-import socket
+import re
 import subprocess
 import sys
 import tarfile
@@ -25,9 +25,10 @@ pytestmark = pytest.mark.root
 CONFIG = """
 version: 0.1
 storage: {{filesystem: {{rootdirectory: {root}}}}}
-http: {{addr: "127.0.0.1:{port}"}}
-log: {{level: error}}
+http: {{addr: "127.0.0.1:0"}}
+log: {{level: info}}
 """
+LISTENING = re.compile(r'"listening on 127\.0\.0\.1:(\d+)"')  # at a port that was free then
 
 
 class Layout:
@@ -92,25 +93,18 @@ def whiteout(name: str) -> bytes:
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a registry that lives for this module."""
     root = tmp_path_factory.mktemp("registry")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    (root / "config.yml").write_text(CONFIG.format(root=root / "data", port=port))
+    (root / "config.yml").write_text(CONFIG.format(root=root / "data"))
     with (root / "log").open("wb") as log:
         process = subprocess.Popen(
             ["docker-registry", "serve", str(root / "config.yml")], stdout=log, stderr=log
         )
     try:
         deadline = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None, (root / "log").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield f"localhost:{port}"
+        while not (found := LISTENING.search((root / "log").read_text())):
+            assert process.poll() is None, (root / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"localhost:{found[1]}"
     finally:
         process.terminate()
         process.wait()
@@ -173,6 +167,7 @@ async def test_a_pull_shows_how_far_it_is_and_a_batch_pulls_once(
     seen: list[ImportProgress] = []
     args = DSecContainerRunArgs(container_image=pushed)
     first = asyncio.ensure_future(client.run_container(args, on_progress=seen.append))
+    await asyncio.sleep(0)  # it asks first: of what was pulled before, nothing would be seen
     made = [one async for one in client.run_containers(args, 8)]
     boxes = [*[one for one in made if isinstance(one, Sandbox)], await first]
     assert len(boxes) == 9, made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import stat
 from collections.abc import AsyncIterator, Iterator
@@ -24,7 +25,7 @@ from libdsec.model import CreateArgs, Event, SandboxInfo
 from tests.system.compat.debian import IMAGE
 from tests.system.daemon import Daemon, until
 from tests.system.network_lab import listen
-from tests.system.user_view import by_node, get_at_once
+from tests.system.user_view import by_node, first_process, get_at_once
 from tests.system.world_lab import World, housed, world
 from tests.unit.secrets_upstream import HOST, VALUE, Api
 
@@ -89,7 +90,8 @@ HOLD = """
 import ssl, socket
 raw = socket.create_connection(("api.example.com", 443), 10)
 c = ssl.create_default_context().wrap_socket(raw, server_hostname="api.example.com")
-c.sendall(b"GET /events HTTP/1.1\\r\\nHost: api.example.com\\r\\n\\r\\n")
+c.settimeout(None)
+c.sendall(b"GET /events HTTP/1.1\\r\\nHost: api.example.com\\r\\nConnection: close\\r\\n\\r\\n")
 print(len(c.recv(4096)) > 0, flush=True)
 try:
     while c.recv(4096): pass
@@ -331,6 +333,12 @@ async def test_secrets_outlive_a_killed_daemon(client: DSecClient, host: Daemon)
     assert list((host.state / "secrets").glob("*.secrets")) == []
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses listened at in the network namespace of a process, as the kernel has them."""
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()]
+    return {row[1] for row in rows if row[3] == "0A"}
+
+
 async def test_an_address_taken_while_no_daemon_runs_is_left_to_who_took_it(
     client: DSecClient, host: Daemon
 ) -> None:
@@ -346,9 +354,9 @@ async def test_an_address_taken_while_no_daemon_runs_is_left_to_who_took_it(
         "print('taken', flush=True)\ntime.sleep(600)"
     )
     squatter = await sandbox.commands.run(["python3", "-c", script], background=True)
-    await asyncio.sleep(0.5)
-    host.kill()
-    await asyncio.sleep(1)
+    inside = first_process(host, sandbox.id)
+    host.kill()  # from now on it is the squatter who listens there
+    await until(lambda: listening(inside) >= {"01004D7F:01BB", "01004D7F:0050"}, 60)
     await host.start()
     assert (await anext(aiter(squatter))).data == b"taken\n"
     assert await fetched(sandbox, f"https://{HOST}/ok") == ["200 yes"]
@@ -372,12 +380,23 @@ async def test_checkpoints_keep_the_trust_and_branches_ask_for_the_secret(
     assert b"Authorization: Bearer of-the-branch\r\n" in api.seen[-1]
 
 
+def ears(host: Daemon) -> int:
+    """How many descriptors the daemon has that tell of OOM kills."""
+    assert host.process is not None
+    found = 0
+    for entry in Path(f"/proc/{host.process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += str(entry.readlink()) in ("anon_inode:[eventfd]", "anon_inode:inotify")
+    return found
+
+
 async def test_a_hundred_requests_at_once_leave_nothing_open(
     client: DSecClient, host: Daemon, api: Api
 ) -> None:
+    deaf = ears(host)
     sandbox = await make(client)
     await fetched(sandbox, f"https://{HOST}/ok")
-    await asyncio.sleep(1.5)  # its OOM watch is armed after a second
+    await until(lambda: ears(host) > deaf)  # its OOM watch is armed after a second
     before = host.open_files()
     assert await get_at_once(sandbox, [f"https://{HOST}/ok"], 100) == "100 200\n"
     await until(lambda: host.open_files() <= before, 6)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from dsecd.host import spawner
 from dsecd.host.plan import FileWrite
 from dsecd.host.spawner import SpawnerPool
 from dsecd.policy import seccomp
@@ -107,17 +108,23 @@ async def test_a_slot_outlives_a_failed_or_given_up_creation(
 
 
 async def test_a_creator_moves_on_later_while_another_is_free(
-    tmp_path: Path, parts: tuple[Path, Path], slots: Slots
+    tmp_path: Path,
+    parts: tuple[Path, Path],
+    slots: Slots,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with open_lab(tmp_path, *parts, take_slot=slots.take, return_slot=slots.give) as lab:
-        first = await lab.pool.reserve()
-        spawned = [await lab.create("a", first)]
+        reserved = [await lab.pool.reserve()]
+        spawned = [await lab.create("a", reserved[0])]
         assert len(slots.taken) == 2  # the container's, and the other creator's
-        second = await lab.pool.reserve()
-        spawned.append(await lab.create("b", second))
-        assert len(slots.taken) == 3  # none is free: at once
-        await _until(lambda: len(slots.taken) == 4)
-        for name, one, slot in zip("ab", spawned, (first, second), strict=True):
+        await _until(lambda: len(lab.pool._free) == 2)
+        assert len(slots.taken) == 3
+        monkeypatch.setattr(spawner, "_REST_S", 3600.0)  # not while we look
+        for name, taken in (("b", 3), ("c", 4)):
+            reserved.append(await lab.pool.reserve())
+            spawned.append(await lab.create(name, reserved[-1]))
+            assert len(slots.taken) == taken  # at "c" none is free: at once
+        for name, one, slot in zip("abc", spawned, reserved, strict=True):
             await lab.destroy(name, one)
             slots.give(slot)
     assert not slots.taken
@@ -138,10 +145,12 @@ async def test_a_slot_of_the_callers_own_is_left_to_the_container(
 async def test_a_spawner_that_dies_is_replaced(tmp_path: Path, parts: tuple[Path, Path]) -> None:
     async with open_lab(tmp_path, *parts) as lab:
         keeper = await lab.create("keeper")
-        for worker in [*lab.pool._creators, *lab.pool._destroyers, *lab.pool._rerooters]:
+        killed = [*lab.pool._creators, *lab.pool._destroyers, *lab.pool._rerooters]
+        for worker in killed:
             worker._process.kill()
         with pytest.raises(Unavailable):
             await asyncio.wait_for(lab.pool.destroy(_nothing()), 5)
+        await _until(lambda: all(worker.lost for worker in killed))
         await _until(lambda: len(lab.pool._free) == 2 and len(lab.pool._destroyers) == 1)
         await _until(lambda: len(lab.pool._rerooters) == 1)
         assert await lab.say("keeper", "echo alive") == (0, "alive\n")

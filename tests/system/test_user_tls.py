@@ -70,15 +70,16 @@ async def listening(tmp_path: Path) -> AsyncIterator[tuple[Daemon, str, str]]:
     token = tmp_path / "tokens"
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    listen: dict[str, object] = {
-        "tcp": f"127.0.0.1:{port}", "tls_cert": str(certificate), "tls_key": str(key),
-        "token_file": str(token),
-    }  # fmt: skip
-    async with daemon(listen=listen) as d:
-        yield d, f"tls://127.0.0.1:{port}", str(certificate)
+    with socket.socket() as held:  # to the end: nobody else is given the port, the daemon takes it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        listen: dict[str, object] = {
+            "tcp": f"127.0.0.1:{port}", "tls_cert": str(certificate), "tls_key": str(key),
+            "token_file": str(token),
+        }  # fmt: skip
+        async with daemon(listen=listen) as d:
+            yield d, f"tls://127.0.0.1:{port}", str(certificate)
 
 
 async def test_tls_and_token_carry_everything(tmp_path: Path) -> None:

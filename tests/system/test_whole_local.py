@@ -179,6 +179,7 @@ async def test_what_was_located_serves_the_create_however_long_it_took(
 ) -> None:
     """A burst had a create fail: the moment ended between the question and the use."""
     async with host.daemon() as daemon:
+        monkeypatch.setattr(container_layers, "LOCATED_S", 3600.0)
         found = await daemon.layers.locate(spec("base/a:1"))
         assert daemon.layers.recall(spec("base/a:1")) is found
         monkeypatch.setattr(container_layers, "LOCATED_S", -1.0)
