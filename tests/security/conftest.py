@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -43,9 +44,10 @@ class Target:
     def init(self, sandbox: Sandbox) -> int:
         """Return the host's pid of the sandbox's PID 1 (not the smallest: pids wrap)."""
         for pid in self.daemon.pids_of(sandbox.id):
-            status = Path(f"/proc/{pid}/status").read_text()
-            if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
-                return pid
+            with contextlib.suppress(OSError):  # it has just ended
+                status = Path(f"/proc/{pid}/status").read_text()
+                if re.search(r"^NSpid:.*\t1$", status, re.MULTILINE):
+                    return pid
         raise AssertionError("no PID 1")
 
     async def sibling(self, **args: Any) -> Sandbox:

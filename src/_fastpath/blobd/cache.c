@@ -13,7 +13,7 @@
 #include "blobd/log.h"
 
 #define SECOND 1000000000ull
-#define CLOSING_TRIES 50 /* milliseconds */
+#define CLOSING_TRIES 500 /* milliseconds */
 
 struct limits limits = {
     .demand_ns = 120 * SECOND,
