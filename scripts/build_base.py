@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -67,6 +68,7 @@ printf '127.0.0.1 localhost\n::1 localhost\n' > etc/hosts
 
 def main() -> int:
     arguments = parse()
+    end_tidily()
     try:
         asyncio.run(build(arguments))
     except DSecError as error:
@@ -76,6 +78,11 @@ def main() -> int:
         print(f"build-base: {error.cmd[0]} failed ({error.returncode})", file=sys.stderr)
         return 1
     return 0
+
+
+def end_tidily() -> None:
+    """Have SIGTERM end this program as Ctrl-C does: what was begun is removed."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
 def parse() -> argparse.Namespace:
@@ -231,11 +238,17 @@ def debootstrap(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        log.append(line)
-        for phrase, percent in PHASES:
-            if phrase in line:
-                progress.update(task, completed=percent, description=line[3:].strip(" .\n")[:28])
+    try:
+        for line in process.stdout:
+            log.append(line)
+            for phrase, percent in PHASES:
+                if phrase in line:
+                    shown = line[3:].strip(" .\n")[:28]
+                    progress.update(task, completed=percent, description=shown)
+    except BaseException:
+        process.terminate()  # it unmounts what it has mounted
+        process.wait()
+        raise
     if process.wait() != 0:
         progress.stop()
         sys.stderr.writelines(log[-30:])

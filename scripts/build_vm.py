@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from build_base import bar, debootstrap, host_suite, scratch
+from build_base import bar, debootstrap, end_tidily, host_suite, scratch
 
 from dsecd.config import load
 from dsecd.host.sparse import copy_sparse
@@ -144,6 +144,7 @@ chroot "$1" systemctl set-default --quiet multi-user.target
 
 def main() -> int:
     arguments = parse()
+    end_tidily()
     try:
         build(arguments)
     except DSecError as error:

@@ -40,8 +40,7 @@ def nothing_left_behind() -> None:
 async def host(guest_kernel: Path) -> AsyncIterator[Daemon]:
     if reason := desktop_lab.missing():
         pytest.skip(reason)
-    images = await asyncio.to_thread(desktop_lab.build)
-    async with vm_daemon(guest_kernel, images=str(images)) as running:
+    async with vm_daemon(guest_kernel, images=str(desktop_lab.place())) as running:
         yield running
 
 
