@@ -12,6 +12,8 @@ from dsecd.host.vm_pages import PAGE, own_bytes, take_pages
 from libdsec.errors import Unavailable
 
 PAGES = 64
+# /proc/PID/map_files is for CAP_CHECKPOINT_RESTORE
+root = pytest.mark.root
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def mapped(path: Path) -> mmap.mmap:
         )
 
 
+@root
 def test_only_pages_that_were_written_are_its_own(base: Path) -> None:
     with mapped(base) as memory:
         assert memory[: PAGES * PAGE].count(b"a") == 4 * PAGE  # read: in memory, and the file's
@@ -42,6 +45,7 @@ def test_only_pages_that_were_written_are_its_own(base: Path) -> None:
         assert own_bytes(os.getpid(), base) == 3 * PAGE
 
 
+@root
 def test_a_copy_is_what_the_process_sees(base: Path, tmp_path: Path) -> None:
     before = base.read_bytes()
     with mapped(base) as memory:
