@@ -24,6 +24,7 @@ import psutil
 from libdsec import model
 from libdsec.errors import Unavailable
 from tests.system import known_dsecd
+from tests.waiting import until as until
 from tests.wire_client import WireClient
 
 IMAGE = "base/busybox:1"
@@ -253,12 +254,3 @@ async def daemon(
         raise
     finally:
         await made.close()
-
-
-async def until(condition: object, timeout_s: float = 10.0) -> None:
-    """Wait until `condition()` is true."""
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.01)

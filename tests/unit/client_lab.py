@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from libdsec import DSecClient, DSecContainerRunArgs, Sandbox
-from tests.unit.waiting import until
 from tests.unit.wire_sandbox import Command
 from tests.unit.wire_server import WireServer
+from tests.waiting import until
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

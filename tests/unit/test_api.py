@@ -31,7 +31,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from tests.unit.engine_fixtures import bench
-from tests.unit.waiting import until
+from tests.waiting import until
 from tests.wire_client import WireClient
 
 

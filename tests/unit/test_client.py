@@ -25,7 +25,7 @@ from libdsec import (
 )
 from libdsec.link import pack
 from tests.unit.client_lab import ARGS, GATE, began, connected, open_gate, serving
-from tests.unit.waiting import let_pass, on_the_loops_clock, until
+from tests.waiting import let_pass, on_the_loops_clock, until
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 from libdsec import DSecClient, DSecContainerRunArgs, InvalidArgument, NotFound, WrongState
 from libdsec.result import CommandResult
 from tests.unit.client_lab import GATE, began, open_gate
-from tests.unit.waiting import let_pass, until
 from tests.unit.wire_server import WireServer
+from tests.waiting import let_pass, until
 
 ARGS = DSecContainerRunArgs(container_image="base/debian:12")
 

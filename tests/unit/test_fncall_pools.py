@@ -17,7 +17,7 @@ from dsecd.engine.manager import Manager
 from dsecd.metrics import Registry
 from libdsec.errors import Exhausted, Internal, Unavailable
 from libdsec.model import DSecFnCallArgs, FnCallResult
-from tests.unit.waiting import let_pass, until
+from tests.waiting import let_pass, until
 
 CPUS = 2
 CALL = DSecFnCallArgs(container_image="base", code="def main(): pass")

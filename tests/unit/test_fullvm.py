@@ -35,7 +35,7 @@ from libdsec.request import request_of
 from libdsec.wire import pack
 from tests.unit.microvm_bed import Ears, Jail
 from tests.unit.microvm_fakes import FakeMachine, FakeVmm
-from tests.unit.waiting import until
+from tests.waiting import until
 
 MIB = 1 << 20
 ID = "s0-n0-1-1"

@@ -20,7 +20,7 @@ from dsecd.images.manifest import BlobRef, Manifest
 from dsecd.images.stores.abc import Source
 from dsecd.images.stores.verify import PIECE, fetch_verified
 from libdsec.errors import Internal, NotFound, Unavailable, WrongState
-from tests.unit.waiting import until
+from tests.waiting import until
 
 IMAGE, INDEX = b"image" * 1000, b"index" * 50
 

@@ -21,7 +21,7 @@ from libdsec.errors import Internal, InvalidArgument, Timeout, Unavailable
 from libdsec.model import DSecContainerRunArgs
 from libdsec.wire import pack
 from tests.unit.microvm_fakes import Answer, FakeVmm, Silence
-from tests.unit.waiting import let_pass, until
+from tests.waiting import let_pass, until
 
 PLAN = VmPlan(memory_bytes=64 << 20, kernel="/vm/kernel", upper="/vm/upper.img")
 LAUNCH = Launch(argv=("true",), devices=Devices.of(PLAN))

@@ -24,7 +24,7 @@ from libdsec.errors import InvalidArgument, WrongState
 from libdsec.model import Event, Paused, Resumed, SandboxInfo
 from tests.unit.engine_fixtures import Bench, bench
 from tests.unit.test_reclaiming import fill
-from tests.unit.waiting import let_pass, until
+from tests.waiting import let_pass, until
 from tests.wire_client import WireClient
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from dsecd.images.tool import Report, unreported
 from libdsec import DSecClient, DSecContainerRunArgs, ImportProgress
 from libdsec.errors import DSecError, Timeout, Unavailable
 from tests.unit.engine_fixtures import Bench, bench
-from tests.unit.waiting import let_pass, until
+from tests.waiting import let_pass, until
 
 IMAGE = "registry.example/x:1"
 

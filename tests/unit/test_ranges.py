@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsecd.host.ranges import SIZE, RangePool
 from libdsec.errors import Exhausted, Internal
-from tests.unit.waiting import until
+from tests.waiting import until
 
 START = 0x10000000
 

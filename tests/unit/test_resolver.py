@@ -27,7 +27,7 @@ from dsecd.resolver import Limits, Refusal, Resolver, Served, Timing, bind
 from libdsec.errors import Unavailable
 from tests.unit.resolver_upstream import FakeUpstream, address, record, response
 from tests.unit.test_resolver_addresses import HTTPS, FakeClock, FakeSink
-from tests.unit.waiting import until
+from tests.waiting import until
 
 
 def allow(pattern: str, *, private: bool = False) -> NameRule:

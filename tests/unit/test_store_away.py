@@ -16,7 +16,7 @@ from dsecd.images.manifest import Config
 from dsecd.images.model import directory
 from dsecd.images.stores.directory import DirectoryStore
 from libdsec.errors import NotFound, Unavailable
-from tests.unit.waiting import let_pass, on_the_loops_clock
+from tests.waiting import let_pass, on_the_loops_clock
 
 
 class Failing(DirectoryStore):

@@ -30,7 +30,7 @@ from libdsec.errors import (
     Unsupported,
 )
 from tests.store_suite import Opener, StoreSuite, fresh, listed, name
-from tests.unit.waiting import let_pass, on_the_loops_clock, until
+from tests.waiting import let_pass, on_the_loops_clock, until
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ from libdsec.errors import (
     from_wire,
     to_wire,
 )
-from tests.unit.waiting import let_pass, on_the_loops_clock, until
+from tests.waiting import let_pass, on_the_loops_clock, until
 
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret"}
 

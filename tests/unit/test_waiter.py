@@ -8,7 +8,7 @@ import pytest
 
 from dsecd.engine.waiter import completed
 from dsecd.host.settle import settle
-from tests.unit.waiting import let_pass
+from tests.waiting import let_pass
 
 
 async def test_it_returns_when_the_future_is_done_whatever_the_outcome() -> None:
